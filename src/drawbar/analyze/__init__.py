@@ -1,0 +1,1 @@
+"""Journal in, numbers out: pure functions. Never imports torch."""

@@ -1,0 +1,44 @@
+"""Everything that is known about one run, derived once: what the rules judge and the reports show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from drawbar.analyze.failure import status_of
+from drawbar.analyze.hosts import host_result
+from drawbar.analyze.schema import CacheResult, EndpointResult, HostResult, InputResult, Status
+from drawbar.analyze.throughput import GlobalSteps, Interval, common_interval, global_steps
+from drawbar.analyze.timeline import Run, load_run
+from drawbar.analyze.traffic import cache_result, endpoint_results, input_result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    run: Run
+    status: Status
+    interval: Interval | None
+    steps: GlobalSteps | None
+    endpoints: list[EndpointResult]
+    input: InputResult
+    cache: CacheResult
+    hosts: list[HostResult]
+
+
+def facts_of(run: Run) -> Facts:
+    interval = common_interval(run.ranks)
+    return Facts(
+        run=run,
+        status=status_of(run),
+        interval=interval,
+        steps=global_steps([rank.measured for rank in run.ranks], interval.start_t if interval else None),
+        endpoints=endpoint_results(run),
+        input=input_result(run),
+        cache=cache_result(run),
+        hosts=[host_result(host, interval) for host in run.hosts],
+    )
+
+
+def load_facts(run_dir: Path) -> Facts:
+    """Raises InputError where there is no journal, RecipeError where there is no readable recipe."""
+    return facts_of(load_run(run_dir))

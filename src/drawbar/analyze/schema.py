@@ -1,0 +1,210 @@
+"""The shape of result.json, the stable contract of a run directory. Types only; the numbers are made elsewhere.
+
+Units stand in the names; MB is 10^6 bytes. A figure that could not be measured is null, never 0 and never left out.
+Schema history: 1 = first.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypedDict
+
+RESULT_SCHEMA = 1
+
+Grade = Literal["valid", "qualified", "invalid"]
+Severity = Literal["qualified", "invalid"]
+CacheState = Literal["cold", "not shown cold", "unknown", "not asked"]
+Status = Literal["ok", "failed", "interrupted"]
+
+
+class Percentiles(TypedDict):
+    """Of a set of durations in seconds, linearly interpolated; all null for an empty set."""
+
+    p50: float | None
+    p90: float | None
+    p99: float | None
+    max: float | None
+
+
+class Throughput(TypedDict):
+    """tf_cnn_benchmarks' figures; see `throughput.py` for each definition."""
+
+    total: float | None
+    """Samples trained in the common interval / its length. The headline."""
+    mean: float | None
+    stderr: float | None
+    jitter: float | None
+    n: int
+    """Global steps behind mean, stderr and jitter."""
+    per_rank: list[float | None]
+    """In rank order; they add up to `total`."""
+
+
+class StepShares(TypedDict):
+    """Parts of the summed step time, 0 to 1. `other` is what the spans leave over."""
+
+    data_wait: float
+    copy: float
+    compute: float
+    optimizer: float
+    other: float
+
+
+class RankResult(TypedDict):
+    rank: int
+    node: str
+    pid: int | None
+    endpoint: str
+    status: str
+    """Of its run_end; `killed` where there is none."""
+    images_per_s: float | None
+    steps: int
+    """Measured ones."""
+    warmup_steps: int
+    samples: int
+    """Trained in measured steps."""
+    step_s: Percentiles
+    data_wait_s: float
+    data_wait_fraction: float | None
+    shares: StepShares | None
+    requests: int
+    received_bytes: int
+    errors: int
+    retries: int
+    decoded_images: int | None
+    trained_images: int | None
+    bad_images: int | None
+    clock_offset_s: float | None
+    clock_uncertainty_s: float | None
+
+
+class Latency(TypedDict):
+    first_byte: Percentiles
+    total: Percentiles
+
+
+class EndpointResult(TypedDict):
+    url: str
+    requests: int
+    data_requests: int
+    bytes: int
+    """Bodies received, data and metadata, failed tries included."""
+    data_bytes: int
+    errors: int
+    retries: int
+    latency_s: Latency
+    """Of data requests that ended well."""
+    gateway_bytes: int | None
+    """What the endpoint says it sent between the first and the last rank; null without that witness."""
+
+
+class InputResult(TypedDict):
+    """Sums over ranks of the loaders' own counts; null where a rank wrote none."""
+
+    planned_bytes: int | None
+    received_bytes: int | None
+    trained_bytes: int | None
+    discarded_bytes: int | None
+    decoded_images: int | None
+    trained_images: int | None
+    bad_images: int | None
+    epochs: float | None
+
+
+class CacheResult(TypedDict):
+    wanted: str
+    state: CacheState
+    method: str
+    resident_fraction: float | None
+    gateway_bytes: int | None
+    disk_read_bytes: int | None
+    disk_share: float | None
+    """Bytes the store's volume processes read from disk / bytes its gateways sent."""
+    note: str
+
+
+class HostResult(TypedDict):
+    """Over the common interval, or over all samples where there is none."""
+
+    node: str
+    num_cpus: int
+    seconds: float
+    cpu_busy: float | None
+    cpu_iowait: float | None
+    cpu_steal: float | None
+    disk_read_mb_per_s: float | None
+    disk_write_mb_per_s: float | None
+    nic_received_mb_per_s: dict[str, float]
+    nic_sent_mb_per_s: dict[str, float]
+    peak_rank_rss_bytes: dict[str, int]
+    gpus: list[dict[str, float]]
+    """Mean of each counter."""
+
+
+class Reason(TypedDict):
+    rule: str
+    expected: str
+    actual: str
+    severity: Severity
+
+
+class Validity(TypedDict):
+    grade: Grade
+    reasons: list[Reason]
+
+
+class Verdict(TypedDict):
+    stage: str
+    reason: str
+    data_wait_fraction: float | None
+    worst_rank: int | None
+    worst_rank_data_wait_fraction: float | None
+
+
+class Failure(TypedDict):
+    """The first cause of a run that did not end ok."""
+
+    type: str
+    message: str
+    hint: str
+    rank: int | None
+    """Null: the launcher."""
+    node: str
+    phase: str
+    exit_code: int
+
+
+class Result(TypedDict):
+    schema: int
+    name: str
+    status: Status
+    error: Failure | None
+    images_per_s: Throughput
+    interval_s: float | None
+    step_s: Percentiles
+    world_size: int
+    steps: int
+    """Measured global steps: those that every rank finished."""
+    warmup_steps: int
+    samples: int
+    """Trained by all ranks in measured steps."""
+    read_bytes: int
+    """Bodies received from the store, metadata and failed tries included."""
+    decoded_images: int | None
+    epochs: float | None
+    data_wait_fraction: float | None
+    worst_rank: int | None
+    worst_rank_data_wait_fraction: float | None
+    au: float | None
+    input: InputResult
+    endpoints: list[EndpointResult]
+    ranks: list[RankResult]
+    hosts: list[HostResult]
+    cache: CacheResult
+    quality: None
+    validity: Validity
+    verdict: Verdict
+    started_unix_s: float | None
+    recipe_sha256: str
+    dataset_sha256: str
+    environment: dict[str, Any]
+    """Node name to what its lowest rank recorded."""

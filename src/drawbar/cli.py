@@ -1,0 +1,214 @@
+"""Commands and exit codes. No logic: each command checks what it was given, calls one function and prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from drawbar import __version__
+from drawbar.errors import DrawbarError, Interrupted
+
+app = typer.Typer(
+    name="drawbar",
+    help="Measures distributed deep-learning training end to end: JPEG images in an object store to trained images/s.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    epilog="Start here: drawbar demo",
+)
+data_app = typer.Typer(help="Make, pack and describe data sets.", no_args_is_help=True, rich_markup_mode=None)
+s3_app = typer.Typer(help="The embedded object store.", no_args_is_help=True, rich_markup_mode=None)
+make_app = typer.Typer(help="Synthetic sets of real JPEG files.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(data_app, name="data")
+app.add_typer(s3_app, name="s3")
+data_app.add_typer(make_app, name="make")
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout instead of text.")]
+StoreDir = Annotated[
+    Path | None, typer.Option("--dir", help="The store's folder.  [default: ~/.local/state/drawbar/s3]")
+]
+
+
+def main() -> None:
+    """The `drawbar` program: runs a command and turns every error a user can cause into one line and an exit code."""
+    try:
+        code = app(standalone_mode=False)
+    except DrawbarError as error:
+        fail(error)
+    except KeyboardInterrupt:
+        fail(Interrupted("interrupted"))
+    except typer.Abort:
+        fail(Interrupted("interrupted"))
+    except Exception as error:
+        # typer's own usage errors know how to show themselves.
+        show = getattr(error, "show", None)
+        if show is None:
+            raise
+        show()
+        sys.exit(2)
+    # Without its standalone mode, typer returns the code of a `typer.Exit`.
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def fail(error: DrawbarError) -> None:
+    print(f"error: {error.message}", file=sys.stderr)
+    if error.hint:
+        print(f"hint: {error.hint}", file=sys.stderr)
+    sys.exit(error.exit_code)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"drawbar {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(epilog="Example: drawbar demo --dir /scratch/drawbar-demo")
+def demo(
+    directory: Annotated[Path, typer.Option("--dir", help="Where data, store and results go.")] = Path("drawbar-demo"),
+    images: Annotated[int, typer.Option(min=64, help="Images to make.")] = 2048,
+    json_out: JsonFlag = False,
+) -> None:
+    """The main job on this machine: an S3 store with five endpoints, real JPEGs, a cold ResNet-50 run, a report."""
+    from drawbar.demo import run_demo
+
+    _finish_run(run_demo(directory, images, json_out), json_out)
+
+
+@app.command(epilog="Example: drawbar run recipes/quickstart.toml --set train.batch_size=16 --out runs/batch16")
+def run(
+    recipe: Annotated[Path, typer.Argument(help="A TOML file; see recipes/.")],
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one key; may be repeated.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The run directory, new or empty.  [default: runs/NAME-TIME]")
+    ] = None,
+    json_out: JsonFlag = False,
+) -> None:
+    """One measurement: start the ranks, train, judge, report."""
+    from drawbar.config import load_recipe
+    from drawbar.launch.command import run_and_report
+
+    _finish_run(run_and_report(load_recipe(recipe, settings or []), out, json_out), json_out)
+
+
+@app.command(epilog="Example: drawbar report runs/quickstart-20260101-120000")
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
+    json_out: JsonFlag = False,
+) -> None:
+    """Make result.json and report.html again from a run's journal, and print its tables."""
+    from drawbar.launch.command import report_again
+
+    _finish_run(report_again(run_dir, json_out), json_out)
+
+
+def _finish_run(result: Any, json_out: bool) -> None:
+    """Prints the JSON, and ends with the code that the result asks for."""
+    if json_out:
+        print(json.dumps(result, indent=2))
+    error = result["error"]
+    if error is not None:
+        print(f"error: {error['message']}", file=sys.stderr)
+        if error["hint"]:
+            print(f"hint: {error['hint']}", file=sys.stderr)
+        raise typer.Exit(error["exit_code"])
+    if result["validity"]["grade"] == "invalid":
+        raise typer.Exit(5)
+
+
+@make_app.command(
+    "imagenet-like", epilog="Example: drawbar data make imagenet-like images --images 2048 --classes 1000"
+)
+def make_imagenet_like(
+    dest: Annotated[Path, typer.Argument(help="Folder for the class sub-folders.")],
+    images: Annotated[int, typer.Option(min=1, help="Number of images.")] = 2048,
+    classes: Annotated[int, typer.Option(min=1, max=1000, help="Number of classes.")] = 1000,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same bytes.")] = 1,
+    workers: Annotated[int, typer.Option(min=0, help="Worker processes; 0: one per core.")] = 0,
+    json_out: JsonFlag = False,
+) -> None:
+    """Real JPEG files of ImageNet's shape: about 110 kB, around 500 x 375, learnable classes."""
+    from drawbar.data_commands import make
+
+    make(dest, images=images, classes=classes, seed=seed, workers=workers, json_out=json_out)
+
+
+@data_app.command(epilog="Example: drawbar data pack images s3://imagenet-like/train --shards 16")
+def pack(
+    source: Annotated[Path, typer.Argument(help="Folder of class sub-folders of JPEG files.")],
+    dest: Annotated[str, typer.Argument(help="A folder, or s3://bucket/prefix.")],
+    shards: Annotated[int, typer.Option(help="Number of shards.")] = 16,
+    split: Annotated[str, typer.Option(help="The shards' name prefix.")] = "train",
+    seed: Annotated[int, typer.Option(min=0, help="Of the shuffle.")] = 1,
+    on_bad: Annotated[
+        str, typer.Option("--on-bad", help="What to do with files that are no good JPEG: fail or skip.")
+    ] = "fail",
+    overwrite: Annotated[bool, typer.Option(help="Replace a set that is there.")] = False,
+    endpoint: Annotated[
+        str | None, typer.Option(help="S3 address.  [default: the embedded store, else AWS_ENDPOINT_URL]")
+    ] = None,
+    store_dir: Annotated[Path | None, typer.Option("--store-dir", help="Folder of the embedded store.")] = None,
+    json_out: JsonFlag = False,
+) -> None:
+    """Pack images into TFRecord shards with the ImageNet Example schema and a manifest."""
+    from drawbar.data_commands import pack as pack_images
+
+    pack_images(
+        source,
+        dest,
+        shards=shards,
+        split=split,
+        seed=seed,
+        on_bad=on_bad,
+        overwrite=overwrite,
+        endpoint=endpoint,
+        store_dir=store_dir,
+        json_out=json_out,
+    )
+
+
+@s3_app.command(epilog="Example: drawbar s3 up --endpoints 5 --json")
+def up(
+    endpoints: Annotated[int, typer.Option(help="Number of S3 addresses.")] = 5,
+    directory: StoreDir = None,
+    port: Annotated[
+        list[int] | None,
+        typer.Option("--port", help="Port of an endpoint; give one per endpoint.  [default: free ones]"),
+    ] = None,
+    json_out: JsonFlag = False,
+) -> None:
+    """Start the embedded object store: one SeaweedFS server, and a gateway per endpoint, on 127.0.0.1."""
+    from drawbar.s3_commands import up as start
+
+    start(directory, endpoints, port or None, json_out)
+
+
+@s3_app.command("status", epilog="Example: drawbar s3 status --json")
+def store_status(directory: StoreDir = None, json_out: JsonFlag = False) -> None:
+    """Show the embedded store's processes; exit code 3 unless all of them answer."""
+    from drawbar.s3_commands import status
+
+    status(directory, json_out)
+
+
+@s3_app.command(epilog="Example: drawbar s3 down")
+def down(directory: StoreDir = None, json_out: JsonFlag = False) -> None:
+    """Stop the embedded store; its data stay."""
+    from drawbar.s3_commands import down as stop
+
+    stop(directory, json_out)

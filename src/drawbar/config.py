@@ -1,0 +1,242 @@
+"""The recipe: everything that decides what a run does, in one typed object loaded from TOML.
+
+A recipe is checked whole before anything starts, and dumped whole, defaults included, beside every result: loading
+that dump gives an equal object. Secrets are never part of it. What is derived from a recipe (plans, sizes) lives
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from drawbar.errors import RecipeError
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+class Data(Section):
+    """What is read."""
+
+    url: str = "s3://imagenet-like/train"
+    """Where the shards lie: `s3://bucket/prefix`, or a folder."""
+    num_classes: int = Field(default=1000, ge=1)
+    """Labels run from 1 to this; a record outside stops the run."""
+
+    @field_validator("url")
+    @classmethod
+    def _known_scheme(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme == "s3" and parts.netloc:
+            return url.rstrip("/")
+        if parts.scheme in ("", "file") and parts.path:
+            return url.rstrip("/") or "/"
+        raise ValueError("expected s3://bucket/prefix or a folder")
+
+
+class Storage(Section):
+    """How it is read."""
+
+    endpoints: list[str] | str = "embedded"
+    """S3 addresses, `http://host:port`; or `embedded`, the store that `drawbar s3 up` started."""
+    embedded_dir: str = ""
+    """Folder of the embedded store; empty: the default of `drawbar s3 up`."""
+    policy: Literal["rank"] = "rank"
+    """`rank`: each rank uses endpoint number rank modulo their count (the ECS study's rule)."""
+    request_bytes: int = Field(default=8 * 1024 * 1024, ge=4096)
+    """Largest range asked for in one GET."""
+    read_ahead: int = Field(default=4, ge=1, le=256)
+    """GETs in flight or fetched and not yet consumed, per rank. Bounds memory: read_ahead * request_bytes."""
+    retries: int = Field(default=3, ge=0, le=100)
+    """Tries after a failed GET before the run ends; each is counted."""
+    connect_timeout_s: float = Field(default=5.0, gt=0)
+    timeout_s: float = Field(default=30.0, gt=0)
+    """For one whole GET."""
+
+    @field_validator("endpoints")
+    @classmethod
+    def _addresses(cls, endpoints: list[str] | str) -> list[str] | str:
+        if endpoints == "embedded":
+            return endpoints
+        if not endpoints or isinstance(endpoints, str):
+            raise ValueError(f'{endpoints!r} is no list of addresses: expected ["http://host:port", …] or "embedded"')
+        for address in endpoints:
+            parts = urlsplit(address)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError(f"{address!r} is no address: expected http://host:port")
+            if parts.username or parts.password:
+                raise ValueError("credentials belong in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, not in the recipe")
+        return endpoints
+
+
+class Input(Section):
+    """From records to batches."""
+
+    source: Literal["data", "constant"] = "data"
+    """`constant`: one made-up batch, repeated; nothing is read or decoded, and the result says so."""
+    image_size: int = Field(default=224, ge=8, le=4096)
+    """Pixels of the square crop."""
+    decode_threads: int = Field(default=0, ge=0, le=1024)
+    """Per rank; 0: one per core that the ranks' compute threads leave free, at least 1."""
+    prefetch_batches: int = Field(default=2, ge=1, le=64)
+    """Decoded batches kept ready."""
+    shuffle_buffer: int = Field(default=256, ge=0, le=1_000_000)
+    """Encoded records held for shuffling; 0: in shard order. Bounds memory: this * record size."""
+    seed: int = Field(default=1, ge=0, lt=2**32)
+    """Order and augmentation follow from it alone."""
+
+
+class Model(Section):
+    name: str = "resnet50"
+    """One of `drawbar.models.names.MODEL_NAMES`."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """`auto`: bf16 on GPUs and on CPUs with AVX512-BF16 or AMX, fp32 elsewhere."""
+    channels_last: bool = True
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        from drawbar.models.names import MODEL_NAMES
+
+        if name not in MODEL_NAMES:
+            near = difflib.get_close_matches(name, MODEL_NAMES, 1, 0.4)
+            raise ValueError(
+                f"unknown model {name!r}"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+                + f" (known: {', '.join(MODEL_NAMES)})"
+            )
+        return name
+
+
+class Train(Section):
+    batch_size: int = Field(default=32, ge=1)
+    """Per rank."""
+    warmup_steps: int = Field(default=10, ge=0)
+    """Recorded and marked, left out of the figures."""
+    steps: int = Field(default=100, ge=1)
+    """Measured steps, the same on every rank."""
+    learning_rate: float = Field(default=0.01, ge=0)
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    weight_decay: float = Field(default=1e-4, ge=0)
+    display_every: int = Field(default=10, ge=1)
+    """Steps between printed lines."""
+
+
+class Launch(Section):
+    ranks: int = Field(default=1, ge=1, le=4096)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads_per_rank: int = Field(default=0, ge=0, le=4096)
+    """Compute threads on CPU; 0: cores divided by the ranks on a host, at least 1."""
+    allocator: Literal["keep_large_blocks", "system"] = "keep_large_blocks"
+    """`keep_large_blocks`: glibc is told before a rank starts not to return large blocks to the kernel
+    (MALLOC_MMAP_MAX_=0, high MALLOC_TRIM_THRESHOLD_ and MALLOC_TOP_PAD_); far fewer page faults on CPU."""
+    stall_timeout_s: float = Field(default=300.0, gt=0)
+    """A rank that finishes no step for this long ends the run."""
+
+
+class CacheState(Section):
+    start: Literal["cold", "any"] = "cold"
+    """`cold`: flush what can be flushed before the first read, and show that it was; `any`: leave it as it is."""
+
+
+class Faults(Section):
+    """Deliberate faults, for checking that Drawbar's own figures follow them. Named in the result when used."""
+
+    slow_rank: int = Field(default=-1, ge=-1)
+    slow_step_s: float = Field(default=0.0, ge=0)
+    """Added to each step of `slow_rank`."""
+
+
+class Recipe(Section):
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$")
+    data: Data = Data()
+    storage: Storage = Storage()
+    input: Input = Input()
+    model: Model = Model()
+    train: Train = Train()
+    launch: Launch = Launch()
+    cache: CacheState = CacheState()
+    faults: Faults = Faults()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Recipe:
+        if self.faults.slow_rank >= self.launch.ranks:
+            raise ValueError(f"faults.slow_rank is {self.faults.slow_rank}, but there are {self.launch.ranks} ranks")
+        return self
+
+    def sha256(self) -> str:
+        """Of the canonical JSON; equal on all ranks or the run ends."""
+        return hashlib.sha256(json.dumps(self.model_dump(), sort_keys=True).encode()).hexdigest()
+
+    def to_toml(self) -> str:
+        """The whole recipe, defaults included."""
+        return tomli_w.dumps(self.model_dump())
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads and checks a recipe; `overrides` are `section.key=value`, the value in TOML or plain text.
+
+    Raises RecipeError naming the key, the value seen and what would be right.
+    """
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        raise RecipeError(f"no recipe: {path}", hint="named recipes lie in recipes/") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"cannot read recipe {path}: {error}") from None
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{path} is no TOML: {error}") from None
+    for override in overrides:
+        _apply(tree, override)
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        raise RecipeError("; ".join(_explain(item) for item in error.errors())) from None
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    keys = dotted.strip().split(".")
+    if not equals or not all(keys):
+        raise RecipeError(f"--set {override!r}: expected section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    for key in keys[:-1]:
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise RecipeError(f"--set {override!r}: {key} is no section")
+    tree[keys[-1]] = value
+
+
+def _explain(item: Any) -> str:
+    """One pydantic complaint in one line; an unknown key gets the nearest known one."""
+    location = [str(part) for part in item["loc"] if not str(part).startswith("list[") and part != "str"]
+    name = ".".join(location)
+    if item["type"] == "extra_forbidden":
+        section: type[BaseModel] = Recipe
+        for key in location[:-1]:
+            section = section.model_fields[key].annotation  # type: ignore[assignment]
+        known = list(section.model_fields)
+        near = difflib.get_close_matches(location[-1], known, 1, 0.4)
+        return f"unknown recipe key {name}" + (
+            f"; did you mean {near[0]}?" if near else f" (known: {', '.join(known)})"
+        )
+    if item["type"] == "value_error":
+        return (f"{name}: " if name else "") + str(item["ctx"]["error"])
+    message = item["msg"][0].lower() + item["msg"][1:]
+    return f"{name} is {item['input']!r}: {message}"

@@ -1,0 +1,180 @@
+"""The manifest: what a packed set consists of, written beside the shards as the last object of all.
+
+Its presence says that the set is complete. It lists every record's framed size, so that a reader knows the byte
+offset of each record, and so the plan for any number of ranks, without reading a shard.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from drawbar.errors import DataError
+
+MANIFEST_NAME = "manifest.json"
+SCHEMA = 1
+"""Goes up when a reader of the old number would misread; keys that a reader does not know are skipped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardEntry:
+    """One shard as written. Its sums are checked when it is made."""
+
+    name: str
+    """Object name below the prefix, such as `train-00000-of-00016`."""
+    size_bytes: int
+    num_records: int
+    crc32c: str
+    """Of the whole file, 8 hexadecimal digits."""
+    record_bytes: tuple[int, ...]
+    """Framed size of each record, in order; the offsets are its running sums."""
+
+    def __post_init__(self) -> None:
+        if not self.name or "/" in self.name:
+            raise DataError(f"shard name {self.name!r}: expected a plain name")
+        if len(self.record_bytes) != self.num_records:
+            raise DataError(f"shard {self.name}: {self.num_records} records, but {len(self.record_bytes)} sizes")
+        if sum(self.record_bytes) != self.size_bytes:
+            total = sum(self.record_bytes)
+            raise DataError(f"shard {self.name}: its record sizes add up to {total}, not {self.size_bytes} bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadFile:
+    """A source file that is not in the set."""
+
+    path: str
+    """Below the source folder."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """A complete packed set. Raises DataError where its parts contradict each other."""
+
+    split: str
+    """The shards' name prefix, such as `train`."""
+    seed: int
+    """Of the shuffle."""
+    labels: tuple[str, ...]
+    """Class names in label order: label 1 is the first; 0 is left for background."""
+    class_counts: tuple[int, ...]
+    """Records per class, in label order."""
+    shards: tuple[ShardEntry, ...]
+    bad: tuple[BadFile, ...] = ()
+    source_sha256: str = ""
+    """Of the source's file names and sizes and the packing's settings: equal means the same shards."""
+    tool_version: str = ""
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        if len(self.class_counts) != len(self.labels):
+            raise DataError(f"{len(self.labels)} labels, but {len(self.class_counts)} class counts")
+        if sum(self.class_counts) != self.num_records:
+            raise DataError(
+                f"class counts add up to {sum(self.class_counts)}, the shards to {self.num_records} records"
+            )
+        if len({shard.name for shard in self.shards}) != len(self.shards):
+            raise DataError("two shards have the same name")
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.labels)
+
+    @property
+    def num_records(self) -> int:
+        return sum(shard.num_records for shard in self.shards)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(shard.size_bytes for shard in self.shards)
+
+    def dumps(self) -> str:
+        """JSON: one line a setting, one line a shard."""
+        head: dict[str, Any] = {
+            "schema": self.schema,
+            "tool": "drawbar",
+            "tool_version": self.tool_version,
+            "split": self.split,
+            "seed": self.seed,
+            "source_sha256": self.source_sha256,
+            "num_classes": self.num_classes,
+            "num_records": self.num_records,
+            "size_bytes": self.size_bytes,
+            "labels": self.labels,
+            "class_counts": self.class_counts,
+            "bad": [asdict(item) for item in self.bad],
+        }
+        lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+        shards = ",\n".join(json.dumps(asdict(shard), separators=(",", ":")) for shard in self.shards)
+        return "{\n" + ",\n".join([*lines, f'"shards": [\n{shards}\n]']) + "\n}\n"
+
+    @classmethod
+    def loads(cls, text: str | bytes, where: str = MANIFEST_NAME) -> Manifest:
+        """Raises DataError naming `where` for what is no manifest, is newer than this tool, or contradicts itself."""
+        try:
+            tree = json.loads(text)
+        except (ValueError, UnicodeDecodeError) as error:
+            raise DataError(f"{where} is no JSON: {error}") from None
+        if not isinstance(tree, dict) or not isinstance(tree.get("schema"), int):
+            raise DataError(f"{where} is no manifest of Drawbar: it has no schema number")
+        if tree["schema"] > SCHEMA:
+            raise DataError(
+                f"{where} has schema {tree['schema']}; this Drawbar reads up to {SCHEMA}",
+                hint="use the Drawbar that packed the set, or a newer one",
+            )
+        try:
+            return _from_tree(tree)
+        except DataError as error:
+            raise DataError(f"{where}: {error.message}") from None
+
+
+def _from_tree(tree: Mapping[str, Any]) -> Manifest:
+    manifest = Manifest(
+        split=_get(tree, "split", str),
+        seed=_get(tree, "seed", int),
+        labels=_tuple(tree, "labels", str),
+        class_counts=_tuple(tree, "class_counts", int),
+        shards=tuple(_shard(item) for item in _tuple(tree, "shards", dict)),
+        bad=tuple(
+            BadFile(path=_get(item, "path", str), reason=_get(item, "reason", str))
+            for item in _tuple(tree, "bad", dict)
+        ),
+        source_sha256=_get(tree, "source_sha256", str),
+        tool_version=_get(tree, "tool_version", str),
+        schema=_get(tree, "schema", int),
+    )
+    for key in ("num_classes", "num_records", "size_bytes"):
+        announced = _get(tree, key, int)
+        if announced != getattr(manifest, key):
+            raise DataError(f"{key} is {announced}, but its parts give {getattr(manifest, key)}")
+    return manifest
+
+
+def _shard(item: Mapping[str, Any]) -> ShardEntry:
+    return ShardEntry(
+        name=_get(item, "name", str),
+        size_bytes=_get(item, "size_bytes", int),
+        num_records=_get(item, "num_records", int),
+        crc32c=_get(item, "crc32c", str),
+        record_bytes=_tuple(item, "record_bytes", int),
+    )
+
+
+def _get(tree: Mapping[str, Any], key: str, kind: type[Any]) -> Any:
+    if key not in tree:
+        raise DataError(f"{key} is missing")
+    value = tree[key]
+    if not isinstance(value, kind) or (kind is int and value < 0):
+        raise DataError(f"{key} is {str(value)[:60]!r}; expected {kind.__name__}")
+    return value
+
+
+def _tuple(tree: Mapping[str, Any], key: str, kind: type[Any]) -> tuple[Any, ...]:
+    values: list[Any] = _get(tree, key, list)
+    for value in values:
+        if not isinstance(value, kind) or (kind is int and value < 0):
+            raise DataError(f"{key} holds {str(value)[:60]!r}; expected {kind.__name__}")
+    return tuple(values)

@@ -1,0 +1,345 @@
+"""The journal: typed events, an append-only writer, a tolerant reader. Only here running and judging meet.
+
+A run directory holds `journal/rank-00000.jsonl` (one per rank), `journal/host-<node>.jsonl` (counters, once a second)
+and `journal/launcher.jsonl` (what the starting process saw). Each line is one JSON object: `event` names the type, the
+other keys are that type's fields. Raw samples only: nothing here is averaged, dropped or judged.
+
+Times named `*_t` or `t` are seconds on the writer's own monotonic clock (`time.perf_counter`); a `clock` event carries
+that clock's offset to rank 0. Durations are named `*_s`, byte counts `*_bytes`.
+
+Schema history: 1 = first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from drawbar.errors import InputError
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    name: ClassVar[str]
+    t: float = field(default_factory=time.perf_counter)
+    """Seconds on the writer's monotonic clock."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStart(Event):
+    """First line of every rank's and the launcher's journal: who writes, with what."""
+
+    name: ClassVar[str] = "run_start"
+    schema: int = SCHEMA
+    role: str
+    """`rank` or `launcher`."""
+    rank: int
+    """-1 for the launcher."""
+    local_rank: int = -1
+    world_size: int
+    node: str
+    pid: int
+    unix_s: float
+    recipe_sha256: str
+    dataset_sha256: str = ""
+    """Of the shard list and index this rank sees; equal on all ranks or the run ends."""
+    endpoint: str = ""
+    """The endpoint the policy gave this rank."""
+    environment: dict[str, Any]
+    """Versions, device, CPU model, threads, allocator settings: see `launch/environment.py`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clock(Event):
+    """This rank's clock against rank 0's: rank-0 time = this rank's time + offset_s."""
+
+    name: ClassVar[str] = "clock"
+    when: str
+    """`start` or `end`."""
+    offset_s: float
+    uncertainty_s: float
+    """Half the smallest round trip seen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cache(Event):
+    """What was done to make the start cold, and what the run can show for it."""
+
+    name: ClassVar[str] = "cache"
+    wanted: str
+    """`cold` or `any`."""
+    method: str
+    """In words: what was restarted or flushed."""
+    resident_fraction: float | None = None
+    """Share of the store's volume files in the page cache after the flush (mincore); None: not measurable."""
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Witness(Event):
+    """An outside count, read before the first and after the last rank: what the other side says was served."""
+
+    name: ClassVar[str] = "witness"
+    when: str
+    """`before` or `after`."""
+    source: str
+    """`gateway` (sent bytes by its Prometheus metric) or `volume` (bytes its process really read from disk)."""
+    target: str
+    """Endpoint URL, or the volume server's name."""
+    count_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(Event):
+    """One GET that ended, well or not. `t` is its end."""
+
+    name: ClassVar[str] = "request"
+    endpoint: str
+    key: str
+    kind: str
+    """`metadata` (manifest), `data` (a range of a shard)."""
+    offset: int
+    wanted_bytes: int
+    got_bytes: int
+    first_byte_s: float
+    """From the request to the response headers."""
+    total_s: float
+    attempt: int
+    """0 = first try."""
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step(Event):
+    """One optimizer update on this rank. Spans are consecutive and make up the step."""
+
+    name: ClassVar[str] = "step"
+    step: int
+    """From 0, warm-up included."""
+    warmup: bool
+    start_t: float
+    end_t: float
+    data_wait_s: float
+    """Waiting for the next batch."""
+    copy_s: float
+    """Handing the batch to the device and normalising it."""
+    compute_s: float
+    """Forward, backward and the gradient exchange that overlaps with it."""
+    optimizer_s: float
+    samples: int
+    """Samples this rank trained in this step."""
+    loss: float | None
+    """This rank's; None where it was not fetched from the device."""
+    tags: list[str] = field(default_factory=list)
+    """Odd steps: `gc`, `epoch_start`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputTotals(Event):
+    """What the loader of this rank did from start to drain; written once, after the last step."""
+
+    name: ClassVar[str] = "input_totals"
+    planned_bytes: int
+    """Sum of the byte ranges that the plan asked for and that were requested."""
+    received_bytes: int
+    """Bodies received for them, retries included."""
+    trained_bytes: int
+    """Framed records whose samples were trained."""
+    discarded_bytes: int
+    """Received and never trained: read-ahead, decoded but unused, failed tries."""
+    decoded_images: int
+    trained_images: int
+    bad_images: int
+    epochs: float
+    """Passes over the training set that the requests amount to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host(Event):
+    """Counters of one host, once a second. Byte and time counters are cumulative since boot."""
+
+    name: ClassVar[str] = "host"
+    node: str
+    cpu_user_s: float
+    cpu_system_s: float
+    cpu_idle_s: float
+    cpu_iowait_s: float
+    cpu_steal_s: float
+    num_cpus: int
+    memory_used_bytes: int
+    memory_available_bytes: int
+    page_cache_bytes: int
+    disk_read_bytes: int
+    disk_write_bytes: int
+    nic_received_bytes: dict[str, int]
+    nic_sent_bytes: dict[str, int]
+    rank_rss_bytes: dict[str, int]
+    """Resident size of each rank process on this host, keyed by local rank."""
+    gpus: list[dict[str, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Error(Event):
+    """Why this writer stopped. Errors end a run; there is no error that is only logged."""
+
+    name: ClassVar[str] = "error"
+    type: str
+    message: str
+    hint: str = ""
+    exit_code: int
+    phase: str
+    """What the rank was doing: `start`, `plan`, `model`, `step 17`, …"""
+    secondary: bool = False
+    """True when this rank only noticed that another one is gone."""
+    traceback: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnd(Event):
+    """Last line. A rank's journal without one belongs to a process that was killed."""
+
+    name: ClassVar[str] = "run_end"
+    status: str
+    """`ok`, `failed`, `interrupted`, `terminated` (another rank's failure made the launcher stop this one)."""
+    unix_s: float
+
+
+EVENTS: dict[str, type[Event]] = {
+    cls.name: cls for cls in (RunStart, Clock, Cache, Witness, Request, Step, InputTotals, Host, Error, RunEnd)
+}
+
+# Looked up once, not per line: a long run's journal has hundreds of thousands.
+_FIELDS: dict[type[Event], frozenset[str]] = {
+    cls: frozenset(f.name for f in dataclasses.fields(cls)) for cls in EVENTS.values()
+}
+_NUMBER_TYPES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float)}
+_NUMBERS: dict[type[Event], dict[str, type | tuple[type, ...]]] = {
+    cls: {f.name: _NUMBER_TYPES[str(f.type)] for f in dataclasses.fields(cls) if str(f.type) in _NUMBER_TYPES}
+    for cls in EVENTS.values()
+}
+
+
+class JournalWriter:
+    """Appends events to one file, one `write` each, so that a killed process loses at most a torn last line.
+
+    Thread-safe. After `close` further events are dropped: a daemon thread may outlive the journal.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._lock = threading.Lock()
+
+    def write(self, event: Event) -> None:
+        row = {"event": event.name, **dataclasses.asdict(event)}
+        line = json.dumps(row, separators=(",", ":"), allow_nan=True).encode() + b"\n"
+        with self._lock:
+            if self._fd is None:
+                return
+            # A full disk can take half a line: go on until it is whole or the error is raised.
+            while line:
+                line = line[os.write(self._fd, line) :]
+
+    def close(self) -> None:
+        with self._lock:
+            if self._fd is not None:
+                os.close(self._fd)
+                self._fd = None
+
+
+@dataclass(kw_only=True)
+class RankJournal:
+    """All events of one file, in order, and what could not be read."""
+
+    path: Path
+    events: list[Event] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """Torn or unreadable lines and unknown events, each in words; empty for a sound file."""
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def first(self, kind: type[Any]) -> Any | None:
+        return next((event for event in self.events if isinstance(event, kind)), None)
+
+
+def parse_line(line: bytes) -> Event:
+    """One journal line to its event. Raises ValueError with the reason."""
+    row = json.loads(line)
+    if not isinstance(row, dict) or "event" not in row:
+        raise ValueError("no event name")
+    cls = EVENTS.get(row.pop("event"))
+    if cls is None:
+        raise ValueError("unknown event")
+    known = _FIELDS[cls]
+    try:
+        event = cls(**row) if row.keys() <= known else cls(**{key: row[key] for key in row.keys() & known})
+    except TypeError as error:
+        raise ValueError(f"missing field: {error}") from None
+    for key, kind in _NUMBERS[cls].items():
+        if not isinstance(getattr(event, key), kind) or isinstance(getattr(event, key), bool):
+            raise ValueError(f"{key} is {getattr(event, key)!r}: expected a number")
+    return event
+
+
+def read_journal(path: Path) -> RankJournal:
+    """Reads one file. A torn last line, the trace of a killed writer, is reported and not fatal."""
+    journal = RankJournal(path=path)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                journal.problems.append(f"{path.name}:{number}: torn last line")
+                continue
+            try:
+                journal.events.append(parse_line(line))
+            except (ValueError, UnicodeDecodeError) as error:
+                journal.problems.append(f"{path.name}:{number}: {error}")
+    start = journal.first(RunStart)
+    if start is not None and start.schema != SCHEMA:
+        journal.problems.append(f"{path.name}: journal schema {start.schema}, this Drawbar reads {SCHEMA}")
+    return journal
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunJournal:
+    """All journals of one run directory."""
+
+    ranks: list[RankJournal]
+    launcher: RankJournal | None
+    hosts: list[RankJournal]
+
+    def problems(self) -> list[str]:
+        return [problem for journal in self.all() for problem in journal.problems]
+
+    def all(self) -> Iterator[RankJournal]:
+        yield from self.ranks
+        yield from self.hosts
+        if self.launcher is not None:
+            yield self.launcher
+
+
+def read_run(run_dir: Path) -> RunJournal:
+    """Reads every journal below `run_dir`. Raises InputError where there is none."""
+    folder = run_dir / "journal"
+    if not folder.is_dir():
+        raise InputError(f"no run directory: {run_dir}", hint="give the folder that `drawbar run` wrote")
+
+    def read(paths: Iterable[Path]) -> list[RankJournal]:
+        return [read_journal(path) for path in sorted(paths)]
+
+    launcher = folder / "launcher.jsonl"
+    return RunJournal(
+        ranks=read(folder.glob("rank-*.jsonl")),
+        launcher=read_journal(launcher) if launcher.exists() else None,
+        hosts=read(folder.glob("host-*.jsonl")),
+    )

@@ -1,0 +1,1 @@
+"""Starting ranks and the life of one rank."""

@@ -1,0 +1,53 @@
+"""`drawbar run` and `drawbar report` as functions: a run, then its judgement from the journal, whatever happened."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from drawbar.analyze.result import write_result
+from drawbar.analyze.schema import Result
+from drawbar.config import Recipe
+from drawbar.errors import DrawbarError
+from drawbar.launch import run as launcher
+from drawbar.report.page import write_page
+from drawbar.report.terminal import summary_text
+from drawbar.terminal import Terminal
+
+
+def default_run_dir(recipe: Recipe, base: Path = Path("runs")) -> Path:
+    return base / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def run_and_report(recipe: Recipe, out: Path | None, json_out: bool) -> Result:
+    """Runs, judges, writes result.json and report.html. A failed run is judged too: its result carries the cause.
+
+    Raises InputError or EnvironmentUnfit where the run directory or the storage cannot be used; nothing is written.
+    """
+    run_dir = out or default_run_dir(recipe)
+    terminal = Terminal(quiet_stdout=json_out)
+    with launcher.new_run_dir(run_dir):
+        try:
+            terminal.status("checking the recipe against storage")
+            storage = launcher.check_storage(recipe)
+            try:
+                launcher.run(recipe, storage, run_dir, terminal)
+            except (DrawbarError, KeyboardInterrupt):
+                # The journal holds the cause; the result names the first one.
+                pass
+        finally:
+            terminal.close()
+        return report(run_dir, json_out)
+
+
+def report(run_dir: Path, json_out: bool) -> Result:
+    result = write_result(run_dir)
+    page = write_page(run_dir)
+    terminal = Terminal(quiet_stdout=json_out)
+    terminal.line(summary_text(result))
+    terminal.line(f"report: {page}")
+    return result
+
+
+def report_again(run_dir: Path, json_out: bool) -> Result:
+    return report(run_dir, json_out)

@@ -1,0 +1,242 @@
+"""The life of one rank, from its launcher's variables to its last journal line.
+
+Started as `python -m drawbar.launch.rank RUN_DIR` by torchrun. Reads `RUN_DIR/recipe.toml`, takes its endpoint, meets
+the others, trains, drains its input, and says how it ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from drawbar.config import Recipe, load_recipe
+from drawbar.errors import DrawbarError, EnvironmentUnfit
+from drawbar.journal import Clock, Error, JournalWriter, RunEnd, RunStart
+from drawbar.launch import last_words
+from drawbar.launch.environment import decode_threads, describe, threads_per_rank
+from drawbar.world import World
+
+if TYPE_CHECKING:
+    # torch is imported late: a rank writes down that it could not even do that.
+    import torch
+    from torch.distributed import ProcessGroup
+
+
+class Phase:
+    """What this rank is doing, for its last words."""
+
+    def __init__(self) -> None:
+        self.now = "start"
+
+
+def main(run_dir: Path) -> NoReturn:
+    last_words.block_signals()
+    last_words.die_with_parent()
+    world = World.detect()
+    _log_to(run_dir / "logs" / f"rank-{world.rank:05d}.log")
+    journal = JournalWriter(run_dir / "journal" / f"rank-{world.rank:05d}.jsonl")
+    last_words.watch_signals(journal, lambda: None)
+    phase = Phase()
+    code = 1
+    try:
+        recipe = load_recipe(run_dir / "recipe.toml")
+        _run(run_dir, recipe, world, journal, phase)
+        journal.write(RunEnd(status="ok", unix_s=time.time()))
+        code = 0
+    except BaseException as error:
+        traceback.print_exc()
+        code = _write_error(journal, error, phase.now)
+    finally:
+        # Neither the process group's destructor nor a thread inside a GET may hold up the end.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, phase: Phase) -> None:
+    phase.now = "import torch"
+    import torch
+
+    from drawbar.input.device import device_of_rank
+    from drawbar.launch.feed import open_feed
+    from drawbar.models.build import build_model
+    from drawbar.train.clock import CudaClock, HostClock
+    from drawbar.train.loop import LoopSettings, train
+    from drawbar.train.precision import choose_precision
+    from drawbar.train.step import TrainStep
+
+    device = device_of_rank(recipe.launch.device, world)
+    dtype = choose_precision(recipe.model.precision, device)
+    threads = threads_per_rank(recipe.launch, world.local_world_size)
+    decoders = decode_threads(recipe, world.local_world_size, device.type)
+    torch.set_num_threads(threads)
+    torch.manual_seed(recipe.input.seed)
+
+    phase.now = "open data"
+    feed = open_feed(recipe, world, device, decoders, journal)
+    precision = "bf16" if dtype == torch.bfloat16 else "fp32"
+    journal.write(
+        RunStart(
+            role="rank",
+            rank=world.rank,
+            local_rank=world.local_rank,
+            world_size=world.world_size,
+            node=world.node,
+            pid=os.getpid(),
+            unix_s=time.time(),
+            recipe_sha256=recipe.sha256(),
+            dataset_sha256=feed.dataset_sha256,
+            endpoint=feed.endpoint,
+            environment=describe(str(device), precision, threads, decoders),
+        )
+    )
+
+    phase.now = "meet the other ranks"
+    with _process_group(recipe, device) as control:
+        agree(control, recipe, world, feed.dataset_sha256)
+        _write_clock(journal, control, world, "start")
+        phase.now = "build model"
+        model = build_model(recipe.model.name, recipe.data.num_classes).to(device)
+        if recipe.model.channels_last:
+            model = model.to(memory_format=torch.channels_last)
+        if world.world_size > 1:
+            model = torch.nn.parallel.DistributedDataParallel(
+                model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True
+            )
+        optimizer = torch.optim.SGD(
+            model.parameters(),
+            recipe.train.learning_rate,
+            recipe.train.momentum,
+            weight_decay=recipe.train.weight_decay,
+        )
+        step = TrainStep(model, optimizer, device=device, dtype=dtype, channels_last=recipe.model.channels_last)
+        settings = LoopSettings(
+            warmup_steps=recipe.train.warmup_steps,
+            steps=recipe.train.steps,
+            rank=world.rank,
+            slow_step_s=recipe.faults.slow_step_s if world.rank == recipe.faults.slow_rank else 0.0,
+        )
+
+        def on_step(number: int) -> None:
+            phase.now = f"step {number}"
+
+        with _host_counters(run_dir, control, world):
+            torch.distributed.barrier(control)
+            feed.start()
+            clock = CudaClock() if device.type == "cuda" else HostClock()
+            train(feed.next_batch, step, clock, journal, settings, on_step)
+            phase.now = "drain input"
+            journal.write(feed.close())
+            phase.now = "last barrier"
+            torch.distributed.barrier(control)
+        _write_clock(journal, control, world, "end")
+
+
+@contextlib.contextmanager
+def _process_group(recipe: Recipe, device: torch.device) -> Iterator[ProcessGroup]:
+    """Joins the ranks; yields a Gloo group for control messages beside the gradients' group."""
+    import torch
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=recipe.launch.stall_timeout_s)
+    on_gpu = device.type == "cuda"
+    if not dist.is_torchelastic_launched():
+        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"})
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+    if on_gpu:
+        torch.cuda.set_device(device)
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(control, dist.ProcessGroup)  # noqa: S101 (not a member is an int; every rank is one)
+    yield control
+    dist.destroy_process_group()
+
+
+def agree(control: ProcessGroup, recipe: Recipe, world: World, dataset_sha256: str) -> None:
+    """Raises EnvironmentUnfit unless as many ranks met as the recipe asks for, all with one recipe and one data set."""
+    import torch.distributed as dist
+
+    if world.world_size != recipe.launch.ranks:
+        raise EnvironmentUnfit(f"the recipe asks for {recipe.launch.ranks} ranks, {world.world_size} were started")
+    mine = {"recipe": recipe.sha256(), "data set": dataset_sha256, "Drawbar": describe()["drawbar"]}
+    theirs: list[dict[str, str]] = [{} for _ in range(world.world_size)]
+    dist.all_gather_object(theirs, mine, group=control)
+    for rank, other in enumerate(theirs):
+        for what, value in mine.items():
+            if other[what] != value:
+                raise EnvironmentUnfit(f"ranks see different {what}s: rank {world.rank} and rank {rank} disagree")
+
+
+@contextlib.contextmanager
+def _host_counters(run_dir: Path, control: ProcessGroup, world: World) -> Iterator[None]:
+    """Local rank 0 of each host samples for the host."""
+    import torch.distributed as dist
+
+    from drawbar.launch.host_counters import HostSampler
+
+    everyone: list[tuple[str, int, int]] = [("", 0, 0)] * world.world_size
+    dist.all_gather_object(everyone, (world.node, world.local_rank, os.getpid()), group=control)
+    if world.local_rank != 0:
+        yield
+        return
+    journal = JournalWriter(run_dir / "journal" / f"host-{world.node}.jsonl")
+    sampler = HostSampler(journal, world.node, {local: pid for node, local, pid in everyone if node == world.node})
+    try:
+        yield
+    finally:
+        sampler.stop()
+        journal.close()
+
+
+def _write_clock(journal: JournalWriter, control: ProcessGroup, world: World, when: str) -> None:
+    from drawbar.launch.clocks import offset_to_rank_0
+
+    offset_s, uncertainty_s = offset_to_rank_0(control, world.rank, world.world_size)
+    journal.write(Clock(when=when, offset_s=offset_s, uncertainty_s=uncertainty_s))
+
+
+def _write_error(journal: JournalWriter, error: BaseException, phase: str) -> int:
+    known = isinstance(error, DrawbarError)
+    code = error.exit_code if isinstance(error, DrawbarError) else 4
+    journal.write(
+        Error(
+            type=type(error).__name__,
+            message=str(error) or type(error).__name__,
+            hint=(error.hint or "") if isinstance(error, DrawbarError) else "",
+            exit_code=code,
+            phase=phase,
+            secondary=_is_lost_peer(error),
+            traceback="" if known else traceback.format_exc(),
+        )
+    )
+    journal.write(RunEnd(status="failed", unix_s=time.time()))
+    return code
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """A collective that broke: somebody else is gone, and that one is the cause."""
+    if isinstance(error, DrawbarError) or not isinstance(error, RuntimeError):
+        return False
+    torch = sys.modules.get("torch")
+    dist_error = getattr(getattr(torch, "distributed", None), "DistError", ())
+    text = str(error).lower()
+    return isinstance(error, dist_error) or any(word in text for word in ("gloo", "nccl", "connection closed", "peer"))
+
+
+def _log_to(path: Path) -> None:
+    """Whatever libraries print goes to this rank's log, C++ included."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,306 @@
+"""One run from a recipe: check, make cold, start the ranks, watch them, read the outside counts, judge, report.
+
+This process never imports torch, so that bad input is refused in under a second.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+from drawbar.config import Recipe
+from drawbar.dataset.listing import Listing, list_shards
+from drawbar.errors import DrawbarError, EnvironmentUnfit, InputError, Interrupted, RunFailed
+from drawbar.input.plan import check_plan
+from drawbar.journal import Cache, Clock, Error, JournalWriter, RunEnd, RunStart, Step, Witness
+from drawbar.launch.environment import EMBEDDED_ENDPOINTS, describe, rank_environment
+from drawbar.launch.tail import JournalTail
+from drawbar.launch.torchrun import Torchrun
+from drawbar.report.terminal import StepPrinter
+from drawbar.storage import embedded, page_cache
+from drawbar.storage.stores import Credentials, explain, open_place
+
+_POLL_S = 0.2
+
+
+class Console(Protocol):
+    """Where a run shows what it does."""
+
+    def line(self, text: str) -> None:
+        """A finished line of output (stdout)."""
+
+    def status(self, text: str) -> None:
+        """What is going on now; replaces the last one where it can (stderr)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """What stands behind the recipe's data URL."""
+
+    endpoints: list[str]
+    """Empty for a folder."""
+    credentials: Credentials | None
+    store: embedded.EmbeddedStore | None
+    listing: Listing | None
+    """None with a constant batch."""
+
+
+def run(recipe: Recipe, storage: Storage, run_dir: Path, console: Console) -> None:
+    """Runs `recipe` from `storage` (see `check_storage`) and leaves its journal in `run_dir` (see `new_run_dir`).
+
+    Raises EnvironmentUnfit, RunFailed or Interrupted; the journal says the same.
+    """
+    journal = JournalWriter(run_dir / "journal" / "launcher.jsonl")
+    try:
+        with _signals_raise():
+            _run(recipe, storage, run_dir, journal, console)
+    except BaseException as error:
+        _write_end(journal, error)
+        raise
+    else:
+        journal.write(RunEnd(status="ok", unix_s=time.time()))
+    finally:
+        journal.close()
+
+
+def _run(recipe: Recipe, storage: Storage, run_dir: Path, journal: JournalWriter, console: Console) -> None:
+    journal.write(
+        RunStart(
+            role="launcher",
+            rank=-1,
+            world_size=recipe.launch.ranks,
+            node=socket.gethostname(),
+            pid=os.getpid(),
+            unix_s=time.time(),
+            recipe_sha256=recipe.sha256(),
+            environment=describe(),
+        )
+    )
+    (run_dir / "recipe.toml").write_text(recipe.to_toml())
+    console.status("making the start cold" if recipe.cache.start == "cold" else "starting")
+    storage = make_cold(recipe, storage, journal)
+    write_witnesses(storage.store, "before", journal)
+    env = rank_environment(recipe, os.environ, recipe.launch.ranks)
+    if storage.credentials is not None:
+        env |= storage.credentials.to_environment() | {EMBEDDED_ENDPOINTS: ",".join(storage.endpoints)}
+    watch(Torchrun(run_dir, recipe.launch.ranks, env), recipe, run_dir, console)
+    write_witnesses(storage.store, "after", journal)
+
+
+@contextmanager
+def new_run_dir(run_dir: Path) -> Iterator[None]:
+    """Makes the folder, or takes an empty one; a folder that was made here and is still empty at the end goes again.
+
+    Raises InputError where it holds something already or cannot be written.
+    """
+    is_new = not run_dir.exists()
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if any(run_dir.iterdir()):
+            raise InputError(
+                f"output folder is not empty: {run_dir}", hint="a run never overwrites another: choose a new folder"
+            )
+        if not os.access(run_dir, os.W_OK | os.X_OK):
+            raise InputError(f"cannot write output folder {run_dir}: permission denied")
+    except (FileExistsError, NotADirectoryError):
+        raise InputError(f"output folder is a file: {run_dir}") from None
+    except OSError as error:
+        raise InputError(f"cannot write output folder {run_dir}: {error.strerror}") from None
+    try:
+        yield
+    finally:
+        if is_new and not any(run_dir.iterdir()):
+            run_dir.rmdir()
+
+
+def check_storage(recipe: Recipe) -> Storage:
+    """Finds store, credentials and shards; every endpoint that a rank will use must answer and show the same shards.
+
+    Raises InputError or EnvironmentUnfit naming the endpoint, bucket or shard.
+    """
+    if recipe.input.source == "constant":
+        return Storage(endpoints=[], credentials=None, store=None, listing=None)
+    url, settings = recipe.data.url, recipe.storage
+    if not url.startswith("s3://"):
+        place = open_place(url, None, None, settings)
+        listing = list_shards(place.store, place.prefix)
+        check_plan(listing.shards, world_size=recipe.launch.ranks, batch_size=recipe.train.batch_size)
+        return Storage(endpoints=[], credentials=None, store=None, listing=listing)
+    store = None
+    if settings.endpoints == "embedded":
+        store = embedded.find(embedded_dir(recipe))
+        endpoints = list(store.endpoints)
+        credentials = Credentials(access_key_id=store.access_key_id, secret_access_key=store.secret_access_key)
+    else:
+        endpoints = list(settings.endpoints)
+        credentials = Credentials.from_environment()
+    listings = [list_at(url, endpoint, credentials, recipe) for endpoint in endpoints[: recipe.launch.ranks]]
+    for endpoint, listing in zip(endpoints, listings, strict=False):
+        if listing.sha256 != listings[0].sha256:
+            raise EnvironmentUnfit(f"endpoints show different data: {endpoints[0]} and {endpoint} under {url}")
+    check_plan(listings[0].shards, world_size=recipe.launch.ranks, batch_size=recipe.train.batch_size)
+    return Storage(endpoints=endpoints, credentials=credentials, store=store, listing=listings[0])
+
+
+def list_at(url: str, endpoint: str, credentials: Credentials, recipe: Recipe) -> Listing:
+    place = open_place(url, endpoint, credentials, recipe.storage)
+    try:
+        return list_shards(place.store, place.prefix)
+    except DrawbarError:
+        raise
+    except Exception as error:
+        raise explain(error, f"{url} at {endpoint}") from error
+
+
+def embedded_dir(recipe: Recipe) -> Path:
+    return Path(recipe.storage.embedded_dir) if recipe.storage.embedded_dir else embedded.DEFAULT_DIRECTORY
+
+
+def make_cold(recipe: Recipe, storage: Storage, journal: JournalWriter) -> Storage:
+    """Flushes what can be flushed and writes down what was done; returns the storage, restarted where it was ours."""
+    wanted = recipe.cache.start
+    if wanted == "any" or storage.listing is None:
+        journal.write(Cache(wanted=wanted, method="left as it was"))
+        return storage
+    if storage.store is not None:
+        store, cold = embedded.restart_cold(storage.store.directory)
+        journal.write(
+            Cache(wanted=wanted, method=cold.method, resident_fraction=cold.resident_fraction, note=cold.note)
+        )
+        return Storage(
+            endpoints=storage.endpoints, credentials=storage.credentials, store=store, listing=storage.listing
+        )
+    if storage.endpoints:
+        journal.write(
+            Cache(wanted=wanted, method="nothing flushed", note="server cache unknown: this store is not ours to flush")
+        )
+        return storage
+    folder = Path(recipe.data.url.removeprefix("file://"))
+    files = [folder / shard.key for shard in storage.listing.shards]
+    method = page_cache.flush(files)
+    journal.write(Cache(wanted=wanted, method=method, resident_fraction=page_cache.resident_fraction(files)))
+    return storage
+
+
+def write_witnesses(store: embedded.EmbeddedStore | None, when: str, journal: JournalWriter) -> None:
+    if store is None:
+        return
+    for endpoint, count in settled_counts(store).items():
+        journal.write(Witness(when=when, source="gateway", target=endpoint, count_bytes=count))
+    journal.write(Witness(when=when, source="volume", target="embedded store", count_bytes=store.disk_read_bytes()))
+
+
+def settled_counts(store: embedded.EmbeddedStore, deadline_s: float = 5.0) -> dict[str, int]:
+    """The gateways' counts once they stand still: a gateway counts a body a moment after the client has it."""
+    end_t = time.monotonic() + deadline_s
+    counts = store.sent_bytes()
+    while True:
+        time.sleep(0.2)
+        before, counts = counts, store.sent_bytes()
+        if counts == before or time.monotonic() > end_t:
+            return counts
+
+
+def watch(torchrun: Torchrun, recipe: Recipe, run_dir: Path, console: Console) -> None:
+    """Shows progress until the ranks are done. Raises RunFailed or Interrupted once all of them are gone."""
+    train = recipe.train
+    printer = StepPrinter(
+        world_size=recipe.launch.ranks,
+        warmup_steps=train.warmup_steps,
+        steps=train.steps,
+        display_every=train.display_every,
+    )
+    tail = JournalTail(run_dir)
+    stall = StallWatch(recipe.launch.ranks, recipe.launch.stall_timeout_s)
+    console.status(f"starting {recipe.launch.ranks} ranks")
+    try:
+        running = True
+        while running:
+            time.sleep(_POLL_S)
+            running = torchrun.running()
+            torchrun.remember_children()
+            for rank, event in tail.new_events():
+                stall.note(rank, event)
+                for line in printer.feed(rank, event):
+                    console.line(line)
+                if isinstance(event, Clock | Step):
+                    console.status(printer.progress())
+            stall.check()
+    except BaseException:
+        # Ctrl-C and our own verdicts alike: the ranks write that they were stopped, then everything is gone.
+        torchrun.stop(signal.SIGINT)
+        raise
+    torchrun.reap(grace_s=5.0)
+    if torchrun.returncode != 0:
+        raise RanksFailed(f"a rank failed; torchrun ended with {torchrun.returncode}")
+
+
+class RanksFailed(RunFailed):
+    """Only says that the ranks' journals hold the cause."""
+
+
+class StallWatch:
+    """Ends a run in which no rank finishes a step for too long: a hang must not last for ever."""
+
+    def __init__(self, ranks: int, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._last_t = time.monotonic()
+        self._steps_done = dict.fromkeys(range(ranks), 0)
+
+    def note(self, rank: int, event: object) -> None:
+        self._last_t = time.monotonic()
+        if isinstance(event, Step):
+            self._steps_done[rank] = event.step + 1
+
+    def check(self) -> None:
+        # Ranks end themselves after the time-out, with a better reason; this is for those that cannot.
+        silent_s = time.monotonic() - self._last_t
+        if silent_s <= self._timeout_s + 10:
+            return
+        fewest = min(self._steps_done.values())
+        behind = [str(rank) for rank, done in self._steps_done.items() if done == fewest]
+        raise RunFailed(
+            f"no rank has written anything for {silent_s:.0f} s; furthest behind, with {fewest} steps done: rank "
+            + ", ".join(behind),
+            hint="launch.stall_timeout_s is how long that may take",
+        )
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a run as Ctrl-C does."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(f"interrupted by {signal.Signals(number).name}")
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _write_end(journal: JournalWriter, error: BaseException) -> None:
+    status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
+    journal.write(
+        Error(
+            type=type(error).__name__,
+            message=str(error) or type(error).__name__,
+            hint=(error.hint or "") if isinstance(error, DrawbarError) else "",
+            exit_code=error.exit_code if isinstance(error, DrawbarError) else 4,
+            phase="launcher",
+            # A rank's own word on why it failed comes first; ours only repeats that one did.
+            secondary=isinstance(error, RanksFailed),
+        )
+    )
+    journal.write(RunEnd(status=status, unix_s=time.time()))

@@ -1,0 +1,92 @@
+"""torchrun's command line, and its process: started, watched, and ended with everything below it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+
+def command(run_dir: Path, ranks: int) -> list[str]:
+    """One host, `ranks` processes, a rendezvous on loopback at a port that torchrun finds free."""
+    return [
+        sys.executable,
+        "-m",
+        "drawbar.launch.torchrun_child",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "127.0.0.1:0",
+        "--local-addr",
+        "127.0.0.1",
+        "--nnodes",
+        "1",
+        "--nproc-per-node",
+        str(ranks),
+        "--max-restarts",
+        "0",
+        "-m",
+        "drawbar.launch.rank",
+        str(run_dir),
+    ]
+
+
+class Torchrun:
+    """The launcher process. It sits in a session of its own: a Ctrl-C in the terminal reaches only Drawbar, which
+    passes it on, so that each rank hears it once."""
+
+    def __init__(self, run_dir: Path, ranks: int, env: Mapping[str, str]) -> None:
+        log = run_dir / "logs" / "torchrun.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as file:
+            self._process = subprocess.Popen(
+                command(run_dir, ranks),
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+        self._seen: dict[int, psutil.Process] = {}
+
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    def remember_children(self) -> None:
+        """Ranks lead sessions of their own; known while their parent lives, they can be ended after it."""
+        try:
+            for child in psutil.Process(self._process.pid).children(recursive=True):
+                self._seen.setdefault(child.pid, child)
+        except psutil.Error:
+            pass
+
+    def stop(self, number: signal.Signals, grace_s: float = 10.0) -> None:
+        """Sends `number` to torchrun, which passes it to the ranks; what is left after `grace_s` is killed."""
+        self.remember_children()
+        if self.running():
+            self._process.send_signal(number)
+            try:
+                self._process.wait(grace_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self.reap(0.0)
+
+    def reap(self, grace_s: float) -> None:
+        """Makes sure that no rank outlives torchrun."""
+        # psutil compares creation times: a process that reuses an old number is not touched.
+        _, alive = psutil.wait_procs(list(self._seen.values()), timeout=grace_s)
+        for process in alive:
+            try:
+                process.kill()
+            except psutil.Error:
+                pass
+        psutil.wait_procs(alive, timeout=5)

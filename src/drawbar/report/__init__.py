@@ -1,0 +1,1 @@
+"""Numbers in, pages and terminal text out. Never imports torch."""

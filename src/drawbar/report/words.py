@@ -1,0 +1,153 @@
+"""Numbers and findings in words, alike in the terminal and on the page. A number that is not known is a dash."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from drawbar.analyze.schema import EndpointResult, Percentiles, Result
+
+UNKNOWN = "-"
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    return UNKNOWN if value is None else f"{value:,.{digits}f}"
+
+
+def percent(share: float | None, digits: int = 0) -> str:
+    return UNKNOWN if share is None else f"{share * 100:.{digits}f} %"
+
+
+def megabytes(count_bytes: float | None) -> str:
+    """In 10^6 bytes, without the unit."""
+    return number(None if count_bytes is None else count_bytes / 1e6)
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Without the unit; three digits that matter, as far as there are."""
+    if seconds is None:
+        return UNKNOWN
+    return number(seconds * 1e3, 0 if seconds >= 0.1 else 1 if seconds >= 0.01 else 2)
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def headline(result: Result) -> str:
+    """What happened in one short line."""
+    if result["status"] != "ok":
+        return {"failed": "The run failed", "interrupted": "The run was interrupted"}[result["status"]]
+    total = result["images_per_s"]["total"]
+    return "No throughput was measured" if total is None else f"{number(total)} images/s"
+
+
+def rate_sentence(result: Result) -> str:
+    rate, interval_s = result["images_per_s"], result["interval_s"]
+    nodes = len({rank["node"] for rank in result["ranks"] if rank["node"]})
+    who = f"{plural(result['world_size'], 'rank')} on {plural(nodes, 'node')}"
+    if result["status"] != "ok":
+        who = f"Until then {who}"
+    if rate["total"] is None or interval_s is None:
+        return f"{who} shared no time in which all of them measured, so there is no throughput."
+    return (
+        f"{who} together trained {number(rate['total'])} images/s, taken over the {number(interval_s)} s in which all "
+        f"of them were measuring; step by step that is {number(rate['mean'])} ± {number(rate['stderr'])} images/s "
+        f"(mean ± standard error, jitter {number(rate['jitter'])}, n = {plural(rate['n'], 'step')})."
+    )
+
+
+def time_sentence(result: Result) -> str:
+    """Where the step time went; names no culprit, because nothing here measured one."""
+    wait = result["data_wait_fraction"]
+    if wait is None:
+        return "No step was measured, so nothing can be said about where the time went."
+    worst = ""
+    if result["world_size"] > 1:
+        worst = f" (most on rank {result['worst_rank']}: {percent(result['worst_rank_data_wait_fraction'])})"
+    return (
+        f"Of the step time {percent(wait)} was spent waiting for data{worst} and {percent(result['au'])} computing; "
+        f"which stage holds the run back is {result['verdict']['stage']}, as no stage's ceiling was measured."
+    )
+
+
+def validity_sentence(result: Result) -> str:
+    validity = result["validity"]
+    reasons = validity["reasons"]
+    if not reasons:
+        return "The result is valid: every check passed."
+    listed = "; ".join(f"{reason['rule']}: {reason['actual']}" for reason in reasons[:4])
+    more = f"; and {plural(len(reasons) - 4, 'more reason')}" if len(reasons) > 4 else ""
+    return f"The result is {validity['grade']} ({listed}{more})."
+
+
+def meaning_sentence(result: Result) -> str:
+    """What a reader may do with the number."""
+    if result["status"] != "ok":
+        return "The run did not end, so these figures describe what happened and are no result."
+    if result["validity"]["grade"] == "invalid":
+        return "Do not use this number: a check that it depends on did not pass."
+    if result["images_per_s"]["total"] is None:
+        return "There is no number to use."
+    constant = any(reason["rule"] == "input" for reason in result["validity"]["reasons"])
+    counted = "trained from one constant batch" if constant else "read, decoded and trained"
+    with_reasons = "; quote it with the reasons above" if result["validity"]["reasons"] else ""
+    return f"This many images per second were {counted} by all ranks together{with_reasons}."
+
+
+def failure_sentence(result: Result) -> str:
+    """Empty for a run that ended ok."""
+    error = result["error"]
+    if error is None:
+        return ""
+    phase = f" in {error['phase']}" if error["phase"] else ""
+    if error["message"].startswith(f"rank {error['rank']} on"):
+        return f"{error['type']}{phase}: {error['message']}"
+    who = "the launcher" if error["rank"] is None else f"rank {error['rank']}"
+    where = f" on {error['node']}" if error["node"] else ""
+    return f"{error['type']} of {who}{where}{phase}: {error['message']}"
+
+
+def cache_sentence(result: Result) -> str:
+    cache = result["cache"]
+    shares = []
+    if cache["disk_share"] is not None:
+        served = f"{megabytes(cache['disk_read_bytes'])} MB of {megabytes(cache['gateway_bytes'])} MB served"
+        shares.append(f"{percent(cache['disk_share'])} read from disk ({served})")
+    if cache["resident_fraction"] is not None:
+        shares.append(f"{percent(cache['resident_fraction'], 1)} of the data in the page cache at the start")
+    if cache["state"] == "unknown":
+        shares.append("server cache unknown")
+    state = {"cold": "shown cold", "unknown": "not shown cold"}.get(cache["state"], cache["state"])
+    return "; ".join([f"wanted {cache['wanted']}, {state}", *shares, *filter(None, [cache["method"], cache["note"]])])
+
+
+def balance_sentence(result: Result) -> str:
+    """Where each received byte came from and went."""
+    counts = result["input"]
+    served = [endpoint["gateway_bytes"] for endpoint in result["endpoints"]]
+    known = [count for count in served if count is not None]
+    gateways = f"{megabytes(sum(known))} MB served by gateways" if known else "no count from the server"
+    if known and len(known) < len(served):
+        gateways += f" ({len(known)} of {len(served)} counted)"
+    received = f"{gateways}, {megabytes(result['read_bytes'])} MB received"
+    if counts["trained_bytes"] is None:
+        return f"{received}; not every rank came to say what it trained of them"
+    trained, discarded = megabytes(counts["trained_bytes"]), megabytes(counts["discarded_bytes"])
+    return f"{received} = {trained} MB trained + {discarded} MB discarded + metadata"
+
+
+def latency_cell(endpoint: EndpointResult, kind: str) -> str:
+    """Median / 99th percentile, in ms."""
+    latency = endpoint["latency_s"]
+    values: Percentiles = latency["first_byte"] if kind == "first_byte" else latency["total"]
+    return f"{milliseconds(values['p50'])} / {milliseconds(values['p99'])}"
+
+
+def utc(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def busy_nics(mb_per_s: dict[str, float]) -> str:
+    """Interfaces that carried anything worth a word, the busiest first."""
+    busy = sorted(((rate, name) for name, rate in mb_per_s.items() if rate >= 0.05), reverse=True)
+    return ", ".join(f"{name} {number(rate)}" for rate, name in busy[:3]) or UNKNOWN

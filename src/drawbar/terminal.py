@@ -1,0 +1,48 @@
+"""Where commands write: results to stdout, what is going on to stderr, one line that is redrawn on a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from rich.console import Console as RichConsole
+from rich.status import Status
+
+_PIPED_INTERVAL_S = 10.0
+
+
+class Terminal:
+    """A live status line where stderr is a terminal; else a plain line now and then. Never colour in a pipe."""
+
+    def __init__(self, *, quiet_stdout: bool = False) -> None:
+        """`quiet_stdout`: finished lines go to stderr, because stdout carries JSON."""
+        self._stderr = RichConsole(stderr=True, highlight=False)
+        self._out = sys.stderr if quiet_stdout else sys.stdout
+        self._live: Status | None = None
+        self._last_text, self._last_t = "", 0.0
+
+    def line(self, text: str) -> None:
+        if self._live is not None and self._out.isatty():
+            self._live.console.print(text, markup=False, soft_wrap=True)
+        else:
+            print(text, file=self._out, flush=True)
+
+    def status(self, text: str) -> None:
+        if self._stderr.is_terminal:
+            if self._live is None:
+                self._live = self._stderr.status(text)
+                self._live.start()
+            else:
+                self._live.update(text)
+            return
+        now_t = time.monotonic()
+        # Words of a new kind at once, moving figures only now and then: a log is read later.
+        same_kind = text.split(" ", 1)[0] == self._last_text.split(" ", 1)[0]
+        if text != self._last_text and (not same_kind or now_t - self._last_t >= _PIPED_INTERVAL_S):
+            print(text, file=sys.stderr, flush=True)
+            self._last_text, self._last_t = text, now_t
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None

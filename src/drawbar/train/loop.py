@@ -1,0 +1,155 @@
+"""The training loop: wait for a batch, train it, write the step down."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from drawbar.errors import RunFailed
+from drawbar.journal import JournalWriter, Step
+from drawbar.train.clock import CudaClock, HostClock
+from drawbar.train.step import Spans, TrainStep
+
+_STEPS_IN_FLIGHT = 2
+"""How far the host may run ahead of a GPU: enough to hide the launch, little enough to notice trouble at once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostBatch:
+    """A batch in host memory and what to call when its pixels have left it."""
+
+    pixels: torch.Tensor
+    """uint8 (batch, height, width, 3)."""
+    labels: torch.Tensor
+    """int64 (batch,)."""
+    epoch: int
+    release: Callable[[], None]
+
+
+class Batches(Protocol):
+    def __call__(self) -> HostBatch: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopSettings:
+    warmup_steps: int
+    steps: int
+    rank: int
+    slow_step_s: float = 0.0
+    """A deliberate fault: added to every step of this rank."""
+
+
+def train(
+    next_batch: Batches,
+    step_model: TrainStep,
+    clock: HostClock | CudaClock,
+    journal: JournalWriter,
+    settings: LoopSettings,
+    on_step: Callable[[int], None],
+) -> None:
+    """Runs `warmup_steps + steps` steps and journals each. `on_step` is told the number of the step that begins.
+
+    Raises whatever the input raises, and RunFailed when the loss is no longer a number.
+    """
+    pending: deque[_Pending] = deque()
+    collections = _CollectionCount()
+    last_epoch = -1
+    previous = clock.mark()
+    for number in range(settings.warmup_steps + settings.steps):
+        on_step(number)
+        wait_start = time.perf_counter()
+        batch = next_batch()
+        data_wait_s = time.perf_counter() - wait_start
+        loss, spans = step_model.run(batch.pixels, batch.labels)
+        if settings.slow_step_s:
+            time.sleep(settings.slow_step_s)
+        mark = clock.mark()
+        tags = collections.tags() + (["epoch_start"] if batch.epoch != last_epoch else [])
+        last_epoch = batch.epoch
+        pending.append(
+            _Pending(
+                number=number,
+                warmup=number < settings.warmup_steps,
+                start=previous,
+                end=mark,
+                data_wait_s=data_wait_s,
+                spans=spans,
+                loss=loss,
+                batch=batch,
+                tags=tags,
+            )
+        )
+        previous = mark
+        # On a CPU the step is over; a GPU is allowed to run behind, and its buffers stay in use until it caught up.
+        while len(pending) > (_STEPS_IN_FLIGHT if isinstance(clock, CudaClock) else 0):
+            _finish(pending.popleft(), clock, journal, settings.rank)
+    while pending:
+        _finish(pending.popleft(), clock, journal, settings.rank)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Pending:
+    number: int
+    warmup: bool
+    start: Any
+    end: Any
+    data_wait_s: float
+    spans: Spans
+    loss: torch.Tensor
+    batch: HostBatch
+    tags: list[str]
+
+
+def _finish(step: _Pending, clock: HostClock | CudaClock, journal: JournalWriter, rank: int) -> None:
+    start_t, end_t = clock.resolve(step.start), clock.resolve(step.end)
+    loss = float(step.loss)
+    step.batch.release()
+    if isinstance(clock, CudaClock):
+        # The host's spans only enqueue; what the device did not spend waiting for data it spent computing.
+        copy_s, optimizer_s = 0.0, 0.0
+        compute_s = max(0.0, end_t - start_t - step.data_wait_s)
+    else:
+        copy_s, compute_s, optimizer_s = step.spans.copy_s, step.spans.compute_s, step.spans.optimizer_s
+    journal.write(
+        Step(
+            step=step.number,
+            warmup=step.warmup,
+            start_t=start_t,
+            end_t=end_t,
+            data_wait_s=step.data_wait_s,
+            copy_s=copy_s,
+            compute_s=compute_s,
+            optimizer_s=optimizer_s,
+            samples=len(step.batch.labels),
+            loss=loss,
+            tags=step.tags,
+        )
+    )
+    if not math.isfinite(loss):
+        raise RunFailed(
+            f"loss is {loss} at step {step.number} on rank {rank}", hint="lower train.learning_rate, or fp32"
+        )
+
+
+class _CollectionCount:
+    """Says which steps Python's garbage collector ran in."""
+
+    def __init__(self) -> None:
+        self._seen = self._count()
+
+    def tags(self) -> list[str]:
+        now = self._count()
+        ran, self._seen = now != self._seen, now
+        return ["gc"] if ran else []
+
+    @staticmethod
+    def _count() -> int:
+        # Young collections take microseconds; only a full one shows in a step.
+        return int(gc.get_stats()[2]["collections"])
