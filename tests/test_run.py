@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -373,3 +374,56 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(recipe: Path, tmp_path: 
     while processes_of(run_dir) and time.monotonic() < end_t:
         time.sleep(0.2)
     assert processes_of(run_dir) == []
+
+
+def test_a_second_run_from_the_same_embedded_store_is_refused_and_the_first_goes_on(
+    recipe: Path, tmp_path: Path
+) -> None:
+    first = start("run", recipe, "--out", tmp_path / "first", "--set", "train.steps=1000000")
+    pids = rank_pids(tmp_path / "first", 3, after_step=3)
+    second = drawbar("run", recipe, "--out", tmp_path / "second")
+    assert second.code == 3
+    assert f"is in use by another run (pid {first.pid})" in second.error_line
+    assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+    first.send_signal(signal.SIGTERM)
+    finished = finish(first)
+    assert finished.code == 130
+    assert "interrupted by SIGTERM" in finished.error_line
+    assert processes_of(tmp_path / "first") == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts a small file system")
+def test_a_full_disk_ends_the_run_with_one_clear_line(recipe: Path, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", small], check=True)
+    try:
+        finished = drawbar("run", recipe, "--out", small / "run", "--set", "train.steps=1000000")
+        assert finished.code == 3
+        assert "No space left on device" in finished.error_line or "is full" in finished.error_line
+        assert processes_of(small / "run") == []
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+def test_an_endpoint_lost_in_the_middle_ends_the_run_with_its_name(recipe: Path, tmp_path: Path, images: Path) -> None:
+    """A store of its own: one of its gateways is killed while ranks read from it."""
+    store = embedded.up(tmp_path / "s3", num_endpoints=2)
+    try:
+        assert drawbar("data", "pack", images, "s3://mid/train", "--store-dir", store.directory).code == 0
+        process = start(
+            *("run", recipe, "--out", tmp_path / "run", "--set", f"storage.embedded_dir={store.directory}"),
+            *("--set", "data.url=s3://mid/train", "--set", "train.steps=1000000", "--set", "storage.retries=2"),
+        )
+        rank_pids(tmp_path / "run", 3, after_step=3)
+        os.kill(embedded.find(store.directory).gateway_pids[1], signal.SIGKILL)
+        finished = finish(process)
+    finally:
+        embedded.down(store.directory)
+    assert finished.code == 3
+    assert "endpoint does not answer" in finished.error_line
+    assert store.endpoints[1] in finished.error_line
+    assert "rank 1" in finished.error_line
+    failed = [request for request in read_run(tmp_path / "run").ranks[1].of(Request) if request.error]
+    assert [request.attempt for request in failed][-3:] == [0, 1, 2] or len(failed) >= 3
+    assert processes_of(tmp_path / "run") == []

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
 
 from drawbar import __version__
-from drawbar.errors import DrawbarError, Interrupted
+from drawbar.errors import DrawbarError, EnvironmentUnfit, Interrupted
 
 app = typer.Typer(
     name="drawbar",
@@ -35,14 +38,15 @@ StoreDir = Annotated[
 
 def main() -> None:
     """The `drawbar` program: runs a command and turns every error a user can cause into one line and an exit code."""
+    _raise_on_signals()
     try:
         code = app(standalone_mode=False)
     except DrawbarError as error:
         fail(error)
-    except KeyboardInterrupt:
-        fail(Interrupted("interrupted"))
-    except typer.Abort:
-        fail(Interrupted("interrupted"))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        fail(EnvironmentUnfit(f"cannot write {error.filename or 'output'}: {error.strerror}"))
     except Exception as error:
         # typer's own usage errors know how to show themselves.
         show = getattr(error, "show", None)
@@ -52,6 +56,21 @@ def main() -> None:
         sys.exit(2)
     # Without its standalone mode, typer returns the code of a `typer.Exit`.
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _raise_on_signals() -> None:
+    """Ctrl-C, SIGTERM and SIGHUP end a command alike, by one exception; further ones are ignored while it cleans up."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        raise Interrupted(f"interrupted by {signal.Signals(number).name}")
+
+    for number in numbers:
+        # A command started with nohup keeps ignoring SIGHUP.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, stop)
 
 
 def fail(error: DrawbarError) -> None:
@@ -112,9 +131,9 @@ def report(
     json_out: JsonFlag = False,
 ) -> None:
     """Make result.json and report.html again from a run's journal, and print its tables."""
-    from drawbar.launch.command import report_again
+    from drawbar.launch.command import report as make_report
 
-    _finish_run(report_again(run_dir, json_out), json_out)
+    _finish_run(make_report(run_dir, json_out), json_out)
 
 
 def _finish_run(result: Any, json_out: bool) -> None:
@@ -123,7 +142,9 @@ def _finish_run(result: Any, json_out: bool) -> None:
         print(json.dumps(result, indent=2))
     error = result["error"]
     if error is not None:
-        print(f"error: {error['message']}", file=sys.stderr)
+        from_rank = error["rank"] is not None and f"rank {error['rank']}" not in error["message"]
+        where = f"rank {error['rank']} on {error['node']}, {error['phase']}: " if from_rank else ""
+        print(f"error: {where}{error['message']}", file=sys.stderr)
         if error["hint"]:
             print(f"hint: {error['hint']}", file=sys.stderr)
         raise typer.Exit(error["exit_code"])

@@ -31,9 +31,12 @@ class StageProgress:
         now_t = time.monotonic()
         if stage != self._stage:
             self._stage, self._start_t = stage, now_t
-        rate = done / (now_t - self._start_t) if now_t > self._start_t else 0.0
-        left = f", {(total - done) / rate:.0f} s left" if rate > 0 else ""
-        self._terminal.status(f"{stage} {done}/{total} images, {rate:.0f} images/s{left}")
+        passed_s = now_t - self._start_t
+        text = f"{stage} {done}/{total} images"
+        if passed_s > 0.5:
+            rate = done / passed_s
+            text += f", {rate:.0f} images/s, {(total - done) / rate:.0f} s left"
+        self._terminal.status(text)
 
 
 def make(

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from drawbar.errors import InputError
+from drawbar.errors import EnvironmentUnfit, InputError
 
 SCHEMA = 1
 
@@ -231,7 +231,8 @@ _NUMBERS: dict[type[Event], dict[str, type | tuple[type, ...]]] = {
 class JournalWriter:
     """Appends events to one file, one `write` each, so that a killed process loses at most a torn last line.
 
-    Thread-safe. After `close` further events are dropped: a daemon thread may outlive the journal.
+    Thread-safe. `write` raises EnvironmentUnfit where it cannot (disk full). After `close` further events are dropped: a
+    daemon thread may outlive the journal.
     """
 
     def __init__(self, path: Path) -> None:
@@ -246,9 +247,12 @@ class JournalWriter:
         with self._lock:
             if self._fd is None:
                 return
-            # A full disk can take half a line: go on until it is whole or the error is raised.
-            while line:
-                line = line[os.write(self._fd, line) :]
+            try:
+                # A nearly full disk can take half a line: go on until it is whole or the error is raised.
+                while line:
+                    line = line[os.write(self._fd, line) :]
+            except OSError as error:
+                raise EnvironmentUnfit(f"cannot write journal {self.path}: {error.strerror}") from None
 
     def close(self) -> None:
         with self._lock:

@@ -22,10 +22,11 @@ class Terminal:
         self._last_text, self._last_t = "", 0.0
 
     def line(self, text: str) -> None:
-        if self._live is not None and self._out.isatty():
-            self._live.console.print(text, markup=False, soft_wrap=True)
-        else:
-            print(text, file=self._out, flush=True)
+        if self._live is not None:
+            self._live.stop()
+        print(text, file=self._out, flush=True)
+        if self._live is not None:
+            self._live.start()
 
     def status(self, text: str) -> None:
         if self._stderr.is_terminal:

@@ -30,24 +30,23 @@ def run_and_report(recipe: Recipe, out: Path | None, json_out: bool) -> Result:
         try:
             terminal.status("checking the recipe against storage")
             storage = launcher.check_storage(recipe)
-            try:
-                launcher.run(recipe, storage, run_dir, terminal)
-            except (DrawbarError, KeyboardInterrupt):
-                # The journal holds the cause; the result names the first one.
-                pass
+            with launcher.reserve(storage):
+                (run_dir / "recipe.toml").write_text(recipe.to_toml())
+                try:
+                    launcher.run(recipe, storage, run_dir, terminal)
+                except DrawbarError:
+                    # The journal holds the cause; the result names the first one.
+                    pass
         finally:
             terminal.close()
         return report(run_dir, json_out)
 
 
 def report(run_dir: Path, json_out: bool) -> Result:
+    """Makes result.json and report.html from the journal, and prints the tables."""
     result = write_result(run_dir)
     page = write_page(run_dir)
     terminal = Terminal(quiet_stdout=json_out)
     terminal.line(summary_text(result))
     terminal.line(f"report: {page}")
     return result
-
-
-def report_again(run_dir: Path, json_out: bool) -> Result:
-    return report(run_dir, json_out)

@@ -6,14 +6,14 @@ This process never imports torch, so that bad input is refused in under a second
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Protocol
 
 from drawbar.config import Recipe
@@ -28,7 +28,8 @@ from drawbar.report.terminal import StepPrinter
 from drawbar.storage import embedded, page_cache
 from drawbar.storage.stores import Credentials, explain, open_place
 
-_POLL_S = 0.2
+_POLL_S = 0.5
+_FULL_DISK_BYTES = 64 * 1024
 
 
 class Console(Protocol):
@@ -60,8 +61,7 @@ def run(recipe: Recipe, storage: Storage, run_dir: Path, console: Console) -> No
     """
     journal = JournalWriter(run_dir / "journal" / "launcher.jsonl")
     try:
-        with _signals_raise():
-            _run(recipe, storage, run_dir, journal, console)
+        _run(recipe, storage, run_dir, journal, console)
     except BaseException as error:
         _write_end(journal, error)
         raise
@@ -84,7 +84,6 @@ def _run(recipe: Recipe, storage: Storage, run_dir: Path, journal: JournalWriter
             environment=describe(),
         )
     )
-    (run_dir / "recipe.toml").write_text(recipe.to_toml())
     console.status("making the start cold" if recipe.cache.start == "cold" else "starting")
     storage = make_cold(recipe, storage, journal)
     write_witnesses(storage.store, "before", journal)
@@ -148,6 +147,11 @@ def check_storage(recipe: Recipe) -> Storage:
             raise EnvironmentUnfit(f"endpoints show different data: {endpoints[0]} and {endpoint} under {url}")
     check_plan(listings[0].shards, world_size=recipe.launch.ranks, batch_size=recipe.train.batch_size)
     return Storage(endpoints=endpoints, credentials=credentials, store=store, listing=listings[0])
+
+
+def reserve(storage: Storage) -> AbstractContextManager[None]:
+    """Keeps the embedded store, where the run reads from it, for this run alone. Raises EnvironmentUnfit."""
+    return embedded.reserved(storage.store.directory) if storage.store else nullcontext()
 
 
 def list_at(url: str, endpoint: str, credentials: Credentials, recipe: Recipe) -> Listing:
@@ -226,7 +230,9 @@ def watch(torchrun: Torchrun, recipe: Recipe, run_dir: Path, console: Console) -
         while running:
             time.sleep(_POLL_S)
             running = torchrun.running()
-            torchrun.remember_children()
+            if stall.waiting_for_ranks():
+                # Reads all of /proc: not while ranks are measuring.
+                torchrun.remember_children()
             for rank, event in tail.new_events():
                 stall.note(rank, event)
                 for line in printer.feed(rank, event):
@@ -240,6 +246,9 @@ def watch(torchrun: Torchrun, recipe: Recipe, run_dir: Path, console: Console) -
         raise
     torchrun.reap(grace_s=5.0)
     if torchrun.returncode != 0:
+        if shutil.disk_usage(run_dir).free < _FULL_DISK_BYTES:
+            # Ranks that could not write their last word look killed.
+            raise EnvironmentUnfit(f"the disk of the run directory is full: {run_dir}")
         raise RanksFailed(f"a rank failed; torchrun ended with {torchrun.returncode}")
 
 
@@ -254,6 +263,10 @@ class StallWatch:
         self._timeout_s = timeout_s
         self._last_t = time.monotonic()
         self._steps_done = dict.fromkeys(range(ranks), 0)
+
+    def waiting_for_ranks(self) -> bool:
+        """Whether some rank has yet to finish its first step."""
+        return min(self._steps_done.values()) == 0
 
     def note(self, rank: int, event: object) -> None:
         self._last_t = time.monotonic()
@@ -272,22 +285,6 @@ class StallWatch:
             + ", ".join(behind),
             hint="launch.stall_timeout_s is how long that may take",
         )
-
-
-@contextmanager
-def _signals_raise() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a run as Ctrl-C does."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise Interrupted(f"interrupted by {signal.Signals(number).name}")
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, stop) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _write_end(journal: JournalWriter, error: BaseException) -> None:

@@ -258,6 +258,27 @@ def restart_cold(directory: Path) -> tuple[EmbeddedStore, ColdStart]:
         return _running(state), ColdStart(method=method, resident_fraction=fraction, note=_warm_note(files, fraction))
 
 
+@contextlib.contextmanager
+def reserved(directory: Path) -> Iterator[None]:
+    """Keeps the store for one run: another one would restart it cold under its ranks, or be counted with it.
+
+    Raises EnvironmentUnfit where another run holds it. The hold ends with the process, however it ends.
+    """
+    with (directory / "run.lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise EnvironmentUnfit(
+                f"the embedded store in {directory} is in use by another run (pid {file.read().strip()})",
+                hint="wait for it, or use a store of your own: drawbar s3 up --dir",
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
 def ensure_bucket(store: EmbeddedStore, bucket: str) -> None:
     """Creates the bucket where it is missing. Raises InputError for a name that S3 does not allow."""
     client = S3Store(
