@@ -231,8 +231,8 @@ _NUMBERS: dict[type[Event], dict[str, type | tuple[type, ...]]] = {
 class JournalWriter:
     """Appends events to one file, one `write` each, so that a killed process loses at most a torn last line.
 
-    Thread-safe. `write` raises EnvironmentUnfit where it cannot (disk full). After `close` further events are dropped: a
-    daemon thread may outlive the journal.
+    Thread-safe. `write` raises EnvironmentUnfit where it cannot (disk full). After `close` further events are dropped:
+    a daemon thread may outlive the journal.
     """
 
     def __init__(self, path: Path) -> None:
