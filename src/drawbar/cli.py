@@ -14,6 +14,7 @@ import typer
 
 from drawbar import __version__
 from drawbar.errors import DrawbarError, EnvironmentUnfit, Interrupted
+from drawbar.terminal import open_missing_streams, write_line
 
 app = typer.Typer(
     name="drawbar",
@@ -38,15 +39,16 @@ StoreDir = Annotated[
 
 def main() -> None:
     """The `drawbar` program: runs a command and turns every error a user can cause into one line and an exit code."""
+    open_missing_streams()
     _raise_on_signals()
     try:
         code = app(standalone_mode=False)
     except DrawbarError as error:
         fail(error)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
             raise
-        fail(EnvironmentUnfit(f"cannot write {error.filename or 'output'}: {error.strerror}"))
+        fail(EnvironmentUnfit(f"cannot use {error.filename or 'output'}: {error.strerror}"))
     except Exception as error:
         # typer's own usage errors know how to show themselves.
         show = getattr(error, "show", None)
@@ -74,10 +76,15 @@ def _raise_on_signals() -> None:
 
 
 def fail(error: DrawbarError) -> None:
-    print(f"error: {error.message}", file=sys.stderr)
-    if error.hint:
-        print(f"hint: {error.hint}", file=sys.stderr)
+    show_error(error.message, error.hint)
     sys.exit(error.exit_code)
+
+
+def show_error(message: str, hint: str | None) -> None:
+    """One line each, whatever a path or a server's answer holds."""
+    write_line("error: " + " ".join(message.split()), sys.stderr)
+    if hint:
+        write_line("hint: " + " ".join(hint.split()), sys.stderr)
 
 
 def _show_version(wanted: bool) -> None:
@@ -144,9 +151,7 @@ def _finish_run(result: Any, json_out: bool) -> None:
     if error is not None:
         from_rank = error["rank"] is not None and f"rank {error['rank']}" not in error["message"]
         where = f"rank {error['rank']} on {error['node']}, {error['phase']}: " if from_rank else ""
-        print(f"error: {where}{error['message']}", file=sys.stderr)
-        if error["hint"]:
-            print(f"hint: {error['hint']}", file=sys.stderr)
+        show_error(where + error["message"], error["hint"])
         raise typer.Exit(error["exit_code"])
     if result["validity"]["grade"] == "invalid":
         raise typer.Exit(5)
@@ -228,8 +233,12 @@ def store_status(directory: StoreDir = None, json_out: JsonFlag = False) -> None
 
 
 @s3_app.command(epilog="Example: drawbar s3 down")
-def down(directory: StoreDir = None, json_out: JsonFlag = False) -> None:
-    """Stop the embedded store; its data stay."""
+def down(
+    directory: StoreDir = None,
+    force: Annotated[bool, typer.Option(help="Even while a run reads from it.")] = False,
+    json_out: JsonFlag = False,
+) -> None:
+    """Stop the embedded store; its data stay. Refused while a run reads from it."""
     from drawbar.s3_commands import down as stop
 
-    stop(directory, json_out)
+    stop(directory, force, json_out)

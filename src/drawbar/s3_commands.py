@@ -49,8 +49,8 @@ def status(directory: Path | None, json_out: bool) -> None:
         raise typer.Exit(3)
 
 
-def down(directory: Path | None, json_out: bool) -> None:
-    stopped = embedded.down(directory or embedded.DEFAULT_DIRECTORY)
+def down(directory: Path | None, force: bool, json_out: bool) -> None:
+    stopped = embedded.down(directory or embedded.DEFAULT_DIRECTORY, force=force)
     if json_out:
         _print({"stopped": stopped})
     else:

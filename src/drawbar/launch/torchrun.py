@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
+
+from drawbar.launch.last_words import LAUNCHER_PID
 
 
 def command(run_dir: Path, ranks: int) -> list[str]:
@@ -48,7 +51,7 @@ class Torchrun:
         with log.open("ab") as file:
             self._process = subprocess.Popen(
                 command(run_dir, ranks),
-                env=dict(env),
+                env={**env, LAUNCHER_PID: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,

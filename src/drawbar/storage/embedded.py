@@ -221,16 +221,16 @@ def status(directory: Path) -> StoreStatus:
     )
 
 
-def down(directory: Path, *, grace_s: float = _GRACE_S) -> bool:
+def down(directory: Path, *, grace_s: float = _GRACE_S, force: bool = False) -> bool:
     """Stops what of the store is alive and keeps its data; True where something was.
 
     SIGTERM, then SIGKILL once the volumes are closed, at the latest after `grace_s` seconds. Raises EnvironmentUnfit
-    for a process that even so does not go.
+    for a process that even so does not go, and where a run reads from the store, unless `force` is set.
     """
     directory = directory.absolute()
     if not (directory / "store.json").exists():
         return False
-    with _locked(directory):
+    with contextlib.nullcontext() if force else reserved(directory), _locked(directory):
         state = _load(directory)
         return state is not None and _stop(state, state.processes, grace_s)
 
@@ -271,7 +271,7 @@ def reserved(directory: Path) -> Iterator[None]:
             file.seek(0)
             raise EnvironmentUnfit(
                 f"the embedded store in {directory} is in use by another run (pid {file.read().strip()})",
-                hint="wait for it, or use a store of your own: drawbar s3 up --dir",
+                hint="wait for it, or use a store of your own (drawbar s3 up --dir); drawbar s3 down --force stops it",
             ) from None
         file.truncate(0)
         file.write(str(os.getpid()))
