@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import signal
 import sys
 from pathlib import Path
@@ -24,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     epilog="Start here: drawbar demo",
 )
-data_app = typer.Typer(help="Make, pack and describe data sets.", no_args_is_help=True, rich_markup_mode=None)
+data_app = typer.Typer(help="Make and pack data sets.", no_args_is_help=True, rich_markup_mode=None)
 s3_app = typer.Typer(help="The embedded object store.", no_args_is_help=True, rich_markup_mode=None)
 make_app = typer.Typer(help="Synthetic sets of real JPEG files.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(data_app, name="data")
@@ -146,7 +145,9 @@ def report(
 def _finish_run(result: Any, json_out: bool) -> None:
     """Prints the JSON, and ends with the code that the result asks for."""
     if json_out:
-        print(json.dumps(result, indent=2))
+        from drawbar.analyze.result import to_json
+
+        print(to_json(result), end="")
     error = result["error"]
     if error is not None:
         from_rank = error["rank"] is not None and f"rank {error['rank']}" not in error["message"]

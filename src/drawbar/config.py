@@ -188,8 +188,9 @@ class Recipe(Section):
         return self
 
     def sha256(self) -> str:
-        """Of the canonical JSON; equal on all ranks or the run ends."""
-        return hashlib.sha256(json.dumps(self.model_dump(), sort_keys=True).encode()).hexdigest()
+        """Of the canonical JSON, equal on all ranks; where the embedded store lies is no part of the job."""
+        job = self.model_dump(exclude={"storage": {"embedded_dir"}})
+        return hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
 
     def to_toml(self) -> str:
         """The whole recipe, defaults included."""
@@ -204,7 +205,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     try:
         text = path.read_text()
     except FileNotFoundError:
-        raise RecipeError(f"no recipe: {path}", hint="named recipes lie in recipes/") from None
+        raise RecipeError(f"no recipe: {path}", hint="a TOML file, such as recipes/quickstart.toml") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"cannot read recipe {path}: {error}") from None
     try:

@@ -37,7 +37,9 @@ def run_demo(directory: Path, num_images: int, json_out: bool) -> Result:
     try:
         terminal.line(f"$ drawbar data make imagenet-like {shlex.quote(str(images_dir))} --images {num_images}")
         make(images_dir, images=num_images, classes=recipe.data.num_classes, seed=1, workers=0, quiet=json_out)
-        terminal.line(f"$ drawbar data pack {shlex.quote(str(images_dir))} {recipe.data.url} --shards {NUM_SHARDS}")
+        terminal.line(
+            f"$ drawbar data pack {shlex.quote(str(images_dir))} {recipe.data.url} --shards {NUM_SHARDS} --store-dir {at}"
+        )
         pack(
             images_dir,
             recipe.data.url,

@@ -225,6 +225,7 @@ class Loader:
     def _records(self, fetched: Iterable[tuple[Chunk, bytes]]) -> Iterator[Record]:
         for span, group in itertools.groupby(fetched, key=lambda pair: pair[0].span):
             splitter = RecordSplitter(span.key, span.start, span.end)
+            found = 0
             for _, body in group:
                 self._split_input_bytes += len(body)
                 for raw in splitter.feed(body):
@@ -232,8 +233,15 @@ class Loader:
                         shard=span.shard, key=span.key, offset=raw.offset, epoch=span.epoch, payload=raw.payload
                     )
                     self._split_output_bytes += record.framed_bytes
+                    found += 1
                     yield record
             splitter.finish()
+            if span.num_records is not None and found != span.num_records:
+                raise DataError(
+                    f"{span.key}: {found} records in bytes {span.start} to {span.end}, the manifest says "
+                    f"{span.num_records}",
+                    hint="manifest and shards do not belong together: pack the set again",
+                )
 
     def _shuffled(self, records: Iterable[Record]) -> Iterator[Record]:
         """A bounded shuffle: each record swaps places with a random one of the last `shuffle_buffer`."""

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 
 from drawbar.config import Recipe
-from drawbar.dataset.listing import list_shards
 from drawbar.input.augment import Pixels
 from drawbar.input.loader import Loader, ReadPlan
 from drawbar.journal import InputTotals, JournalWriter
 from drawbar.launch.environment import EMBEDDED_ENDPOINTS
+from drawbar.launch.listing import list_place
 from drawbar.storage.stores import CountedReader, Credentials, endpoint_of_rank, open_place
+from drawbar.storage.urls import parse_url
 from drawbar.train.loop import HostBatch
 from drawbar.world import World
 
@@ -87,12 +88,12 @@ class DataFeed:
     ) -> None:
         self._recipe, self._world, self._decoders = recipe, world, decoders
         self._pinned = device.type == "cuda"
-        on_s3 = recipe.data.url.startswith("s3://")
+        on_s3 = parse_url(recipe.data.url).on_s3
         address = endpoint_of_rank(addresses(recipe), world.rank) if on_s3 else None
         place = open_place(recipe.data.url, address, Credentials.from_environment() if on_s3 else None, recipe.storage)
         self._reader = CountedReader(place, recipe.storage, journal.write)
-        self._listing = list_shards(
-            place.store, place.prefix, lambda key, size: self._reader.get(key, 0, size, kind="metadata")
+        self._listing = list_place(
+            place, recipe.data.url, lambda key, size: self._reader.get(key, 0, size, kind="metadata")
         )
         self._loader: Loader | None = None
         self.endpoint = place.endpoint

@@ -16,17 +16,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import psutil
+
 from drawbar.config import Recipe
-from drawbar.dataset.listing import Listing, list_shards
+from drawbar.dataset.listing import Listing
 from drawbar.errors import DrawbarError, EnvironmentUnfit, InputError, Interrupted, RunFailed
 from drawbar.input.plan import check_plan
 from drawbar.journal import Cache, Clock, Error, JournalWriter, RunEnd, RunStart, Step, Witness
 from drawbar.launch.environment import EMBEDDED_ENDPOINTS, describe, rank_environment
+from drawbar.launch.listing import list_place
 from drawbar.launch.tail import JournalTail
 from drawbar.launch.torchrun import Torchrun
 from drawbar.report.terminal import StepPrinter
 from drawbar.storage import embedded, page_cache
-from drawbar.storage.stores import Credentials, explain, open_place
+from drawbar.storage.stores import Credentials, open_place
+from drawbar.storage.urls import parse_url
 
 _POLL_S = 0.5
 _FULL_DISK_BYTES = 64 * 1024
@@ -128,9 +132,9 @@ def check_storage(recipe: Recipe) -> Storage:
     if recipe.input.source == "constant":
         return Storage(endpoints=[], credentials=None, store=None, listing=None)
     url, settings = recipe.data.url, recipe.storage
-    if not url.startswith("s3://"):
+    if not parse_url(url).on_s3:
         place = open_place(url, None, None, settings)
-        listing = list_shards(place.store, place.prefix)
+        listing = list_place(place, url)
         check_plan(listing.shards, world_size=recipe.launch.ranks, batch_size=recipe.train.batch_size)
         return Storage(endpoints=[], credentials=None, store=None, listing=listing)
     store = None
@@ -155,13 +159,7 @@ def reserve(storage: Storage) -> AbstractContextManager[None]:
 
 
 def list_at(url: str, endpoint: str, credentials: Credentials, recipe: Recipe) -> Listing:
-    place = open_place(url, endpoint, credentials, recipe.storage)
-    try:
-        return list_shards(place.store, place.prefix)
-    except DrawbarError:
-        raise
-    except Exception as error:
-        raise explain(error, f"{url} at {endpoint}") from error
+    return list_place(open_place(url, endpoint, credentials, recipe.storage), url)
 
 
 def embedded_dir(recipe: Recipe) -> Path:
@@ -187,28 +185,37 @@ def make_cold(recipe: Recipe, storage: Storage, journal: JournalWriter) -> Stora
             Cache(wanted=wanted, method="nothing flushed", note="server cache unknown: this store is not ours to flush")
         )
         return storage
-    folder = Path(recipe.data.url.removeprefix("file://"))
+    folder = parse_url(recipe.data.url).folder
     files = [folder / shard.key for shard in storage.listing.shards]
-    method = page_cache.flush(files)
-    journal.write(Cache(wanted=wanted, method=method, resident_fraction=page_cache.resident_fraction(files)))
+    journal.write(
+        Cache(
+            wanted=wanted,
+            method=page_cache.flush(files),
+            resident_fraction=page_cache.resident_fraction(files),
+            note=page_cache.doubt(folder),
+        )
+    )
     return storage
 
 
 def write_witnesses(store: embedded.EmbeddedStore | None, when: str, journal: JournalWriter) -> None:
     if store is None:
         return
-    for endpoint, count in settled_counts(store).items():
+    for endpoint, count in settled_counts(store, silent_ok=when == "after").items():
         journal.write(Witness(when=when, source="gateway", target=endpoint, count_bytes=count))
     journal.write(Witness(when=when, source="volume", target="embedded store", count_bytes=store.disk_read_bytes()))
 
 
-def settled_counts(store: embedded.EmbeddedStore, deadline_s: float = 5.0) -> dict[str, int]:
-    """The gateways' counts once they stand still: a gateway counts a body a moment after the client has it."""
+def settled_counts(store: embedded.EmbeddedStore, *, silent_ok: bool, deadline_s: float = 5.0) -> dict[str, int]:
+    """The gateways' counts once they stand still: a gateway counts a body a moment after the client has it.
+
+    After a run one that no longer answers is left out (`silent_ok`): its witness is missing, and the result says so.
+    """
     end_t = time.monotonic() + deadline_s
-    counts = store.sent_bytes()
+    counts = store.sent_bytes(silent_ok=silent_ok)
     while True:
         time.sleep(0.2)
-        before, counts = counts, store.sent_bytes()
+        before, counts = counts, store.sent_bytes(silent_ok=silent_ok)
         if counts == before or time.monotonic() > end_t:
             return counts
 
@@ -249,7 +256,10 @@ def watch(torchrun: Torchrun, recipe: Recipe, run_dir: Path, console: Console) -
         if shutil.disk_usage(run_dir).free < _FULL_DISK_BYTES:
             # Ranks that could not write their last word look killed.
             raise EnvironmentUnfit(f"the disk of the run directory is full: {run_dir}")
-        raise RanksFailed(f"a rank failed; torchrun ended with {torchrun.returncode}")
+        if torchrun.returncode is not None and torchrun.returncode < 0:
+            name = signal.Signals(-torchrun.returncode).name
+            raise RunFailed(f"torchrun (pid {torchrun.pid}) was killed by {name}; no rank had failed")
+        raise RanksFailed(f"a rank failed; torchrun ended with {torchrun.returncode}: {torchrun.last_words()}")
 
 
 class RanksFailed(RunFailed):
@@ -263,6 +273,7 @@ class StallWatch:
         self._timeout_s = timeout_s
         self._last_t = time.monotonic()
         self._steps_done = dict.fromkeys(range(ranks), 0)
+        self._pids: dict[int, int] = {}
 
     def waiting_for_ranks(self) -> bool:
         """Whether some rank has yet to finish its first step."""
@@ -270,6 +281,8 @@ class StallWatch:
 
     def note(self, rank: int, event: object) -> None:
         self._last_t = time.monotonic()
+        if isinstance(event, RunStart):
+            self._pids[rank] = event.pid
         if isinstance(event, Step):
             self._steps_done[rank] = event.step + 1
 
@@ -278,6 +291,12 @@ class StallWatch:
         silent_s = time.monotonic() - self._last_t
         if silent_s <= self._timeout_s + 10:
             return
+        stopped = [f"rank {rank} (pid {pid})" for rank, pid in self._pids.items() if _is_stopped(pid)]
+        if stopped:
+            raise RunFailed(
+                f"no rank has written anything for {silent_s:.0f} s: {', '.join(stopped)} is stopped",
+                hint="somebody sent it SIGSTOP, or a debugger holds it",
+            )
         fewest = min(self._steps_done.values())
         behind = [str(rank) for rank, done in self._steps_done.items() if done == fewest]
         raise RunFailed(
@@ -285,6 +304,13 @@ class StallWatch:
             + ", ".join(behind),
             hint="launch.stall_timeout_s is how long that may take",
         )
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
 
 
 def _write_end(journal: JournalWriter, error: BaseException) -> None:

@@ -20,6 +20,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import threading
@@ -64,18 +65,20 @@ class EmbeddedStore:
     gateway_pids: list[int]
     version: str
 
-    def sent_bytes(self) -> dict[str, int]:
+    def sent_bytes(self, *, silent_ok: bool = False) -> dict[str, int]:
         """Bytes of GET bodies that each endpoint has sent since it was started, all buckets summed.
 
         Exact, but a body is counted up to some milliseconds after the client has its last byte: after the last GET
         ask again until the count stands still.
 
-        Raises EnvironmentUnfit where a gateway does not answer.
+        Raises EnvironmentUnfit where a gateway does not answer; with `silent_ok` that one is left out.
         """
         counts: dict[str, int] = {}
         for endpoint, url in zip(self.endpoints, self.metrics_urls, strict=True):
             answer = seaweed.ask("GET", url)
             if answer is None or answer[0] != 200:
+                if silent_ok:
+                    continue
                 raise EnvironmentUnfit(f"no metrics from {url}", hint="drawbar s3 status")
             counts[endpoint] = sum(int(float(value)) for value in _SENT.findall(answer[1].decode()))
         return counts
@@ -203,7 +206,7 @@ def find(directory: Path) -> EmbeddedStore:
     if state is None or not state.any_alive():
         raise _not_running(directory)
     if dead := state.dead():
-        raise EnvironmentUnfit(f"the embedded store has lost {seaweed.describe(dead)}", hint="drawbar s3 up")
+        raise EnvironmentUnfit(f"the embedded store has lost {seaweed.describe(dead)}", hint=command("up", directory))
     return _running(state)
 
 
@@ -422,8 +425,13 @@ def _process_status(process: seaweed.Process) -> ProcessStatus:
     )
 
 
+def command(name: str, directory: Path) -> str:
+    """What to type to get at the store in `directory`."""
+    return f"drawbar s3 {name}" + (f" --dir {shlex.quote(str(directory))}" if directory != DEFAULT_DIRECTORY else "")
+
+
 def _not_running(directory: Path) -> EnvironmentUnfit:
-    return EnvironmentUnfit(f"no embedded store is running in {directory}", hint="drawbar s3 up")
+    return EnvironmentUnfit(f"no embedded store is running in {directory}", hint=command("up", directory))
 
 
 def _warm_note(files: list[Path], fraction: float | None) -> str:
