@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from drawbar.storage import embedded
+from drawbar.storage.hold import hold
 from tests.drawbar_process import drawbar, finish, processes_of, rank_pids, result_of, start
 from tests.small_set import write_set
 
@@ -142,3 +143,10 @@ def test_a_gateway_that_no_rank_used_may_die(recipe: Path, tmp_path: Path) -> No
     result = result_of(tmp_path / "run")
     assert result["status"] == "ok"
     assert result["validity"]["grade"] == "qualified"
+
+
+def test_a_second_demo_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    with hold(tmp_path / "demo.lock", "", ""):
+        finished = drawbar("demo", "--dir", tmp_path, "--images", "64")
+    assert finished.code == 3
+    assert f"another demo is at work in {tmp_path} (pid {os.getpid()})" in finished.error_line

@@ -126,7 +126,7 @@ def _verdict(facts: Facts) -> Verdict:
         reason = "no step was measured"
     else:
         reason = (
-            "the stages' ceilings were not measured (`drawbar probe` does): "
+            "the stages' ceilings were not measured : "
             f"{waits.mean * 100:.0f} % of the step time was spent waiting for data, "
             "which storage, decoding or the reading plan may have caused"
         )

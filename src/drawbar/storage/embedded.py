@@ -37,6 +37,7 @@ from obstore.store import S3Store
 
 from drawbar.errors import EnvironmentUnfit, InputError
 from drawbar.storage import page_cache, seaweed
+from drawbar.storage.hold import hold
 
 _STATE_HOME = Path(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"))
 DEFAULT_DIRECTORY = _STATE_HOME / "drawbar" / "s3"
@@ -261,25 +262,16 @@ def restart_cold(directory: Path) -> tuple[EmbeddedStore, ColdStart]:
         return _running(state), ColdStart(method=method, resident_fraction=fraction, note=_warm_note(files, fraction))
 
 
-@contextlib.contextmanager
-def reserved(directory: Path) -> Iterator[None]:
+def reserved(directory: Path) -> contextlib.AbstractContextManager[None]:
     """Keeps the store for one run: another one would restart it cold under its ranks, or be counted with it.
 
-    Raises EnvironmentUnfit where another run holds it. The hold ends with the process, however it ends.
+    Raises EnvironmentUnfit where another run holds it.
     """
-    with (directory / "run.lock").open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise EnvironmentUnfit(
-                f"the embedded store in {directory} is in use by another run (pid {file.read().strip()})",
-                hint="wait for it, or use a store of your own (drawbar s3 up --dir); drawbar s3 down --force stops it",
-            ) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield
+    return hold(
+        directory / "run.lock",
+        f"the embedded store in {directory} is in use by another run",
+        "wait for it, or use a store of your own (drawbar s3 up --dir); drawbar s3 down --force stops it",
+    )
 
 
 def ensure_bucket(store: EmbeddedStore, bucket: str) -> None:
