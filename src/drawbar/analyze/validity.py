@@ -202,11 +202,13 @@ def received_is_served(facts: Facts) -> Reason | None:
 def received_is_trained_or_discarded(facts: Facts) -> Reason | None:
     counts = facts.input
     received, trained, discarded = counts["received_bytes"], counts["trained_bytes"], counts["discarded_bytes"]
-    if received is None or trained is None or discarded is None:
+    inflated = counts["inflated_bytes"]
+    if received is None or trained is None or discarded is None or inflated is None:
         return None
-    if discarded >= 0 and _close(received, trained + discarded):
+    if discarded >= 0 and _close(received + inflated, trained + discarded):
         return None
     actual = f"{_mb(received)} received, {_mb(trained)} trained, {_mb(discarded)} discarded"
+    actual += f", {_mb(inflated)} added by decompressing" if inflated else ""
     return _reason("received = trained + discarded", f"within {_percent(BYTE_TOLERANCE)}", actual, "invalid")
 
 
