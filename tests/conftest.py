@@ -6,6 +6,9 @@ import pytest
 
 from drawbar.storage import embedded
 
+SKIPPED: list[tuple[str, str]] = []
+"""Test and reason of every skip so far; judged by the last test of all."""
+
 
 @pytest.fixture(scope="session")
 def embedded_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[embedded.EmbeddedStore]:
@@ -13,3 +16,13 @@ def embedded_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[embedde
     directory = tmp_path_factory.mktemp("s3")
     yield embedded.up(directory, num_endpoints=5)
     embedded.down(directory)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped and isinstance(report.longrepr, tuple):
+        SKIPPED.append((report.nodeid, str(report.longrepr[2])))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The test that counts the skips comes last, whatever the order of the others."""
+    items.sort(key=lambda item: item.name == "test_only_gpu_tests_are_skipped")

@@ -106,7 +106,7 @@ def synthetic_run(
     steps: int = 24,
     warmup_steps: int = 3,
     batch_size: int = 8,
-    step_s: float = 0.25,
+    step_s: float = 0.5,
     data_wait: float = 0.2,
     noise: float = 0.0,
     skew_s: Sequence[float] = (),

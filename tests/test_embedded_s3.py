@@ -176,7 +176,7 @@ def test_data_keys_and_ports_outlive_down(directory: Path) -> None:
     assert not embedded.status(directory).running
     with pytest.raises(EnvironmentUnfit) as caught:
         embedded.find(directory)
-    assert caught.value.hint == "drawbar s3 up"
+    assert caught.value.hint == f"drawbar s3 up --dir {directory}"
 
     third = embedded.up(directory, num_endpoints=2)
     assert (third.endpoints, third.access_key_id) == (first.endpoints, first.access_key_id)
@@ -334,7 +334,7 @@ def test_a_store_that_never_was(tmp_path: Path) -> None:
     for ask in (embedded.find, embedded.restart_cold):
         with pytest.raises(EnvironmentUnfit, match="no embedded store is running") as caught:
             ask(folder)
-        assert caught.value.hint == "drawbar s3 up"
+        assert caught.value.hint == f"drawbar s3 up --dir {folder}"
     assert not folder.exists()
 
 

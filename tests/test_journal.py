@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from drawbar.errors import InputError
-from drawbar.journal import EVENTS, JournalWriter, RunEnd, Step, Witness, parse_line, read_journal, read_run
+from drawbar.journal import (
+    EVENTS,
+    Cache,
+    Event,
+    Host,
+    JournalWriter,
+    RunEnd,
+    RunStart,
+    Step,
+    Witness,
+    parse_line,
+    read_journal,
+    read_run,
+)
 
 
 def step(number: int = 0) -> Step:
@@ -81,6 +97,15 @@ def test_a_torn_last_line_is_reported_and_the_rest_read(tmp_path: Path) -> None:
         b"\xff\xfe",
         b'{"event":"run_end","t":1,"status":"ok","unix_s":"yesterday"}',
         b'{"event":"run_end","t":true,"status":"ok","unix_s":1}',
+        b'{"event":[]}',
+        b'{"event":null}',
+        b'{"event":"run_end","status":"ok","unix_s":1}',
+        b'{"event":"run_end","t":NaN,"status":"ok","unix_s":1}',
+        b'{"event":"run_end","t":1,"status":"ok","unix_s":1e400}',
+        b'{"event":"run_end","t":1,"status":null,"unix_s":1}',
+        b"[" * 100_000,
+        b'{"event":' + b"[" * 100_000,
+        b'{"event":"run_end","t":1' + b"0" * 5000 + b',"status":"ok","unix_s":1}',
     ],
 )
 def test_strange_lines_are_reported_with_file_and_line(tmp_path: Path, line: bytes) -> None:
@@ -90,6 +115,76 @@ def test_strange_lines_are_reported_with_file_and_line(tmp_path: Path, line: byt
     assert len(journal.of(RunEnd)) == 1
     assert len(journal.problems) == 1
     assert journal.problems[0].startswith("rank-00003.jsonl:2: ")
+
+
+ENVIRONMENT: dict[str, Any] = {"packages": {"torch": "2.9"}}
+DEEP = json.loads("[" * 200 + "]" * 200)
+START = RunStart(
+    role="rank", rank=0, world_size=1, node="n", pid=1, unix_s=0, recipe_sha256="", environment=ENVIRONMENT
+)
+HOST = Host(
+    node="n",
+    cpu_user_s=0,
+    cpu_system_s=0,
+    cpu_idle_s=0,
+    cpu_iowait_s=0,
+    cpu_steal_s=0,
+    num_cpus=1,
+    memory_used_bytes=0,
+    memory_available_bytes=0,
+    page_cache_bytes=0,
+    disk_read_bytes=0,
+    disk_write_bytes=0,
+    nic_received_bytes={"eth0": 1},
+    nic_sent_bytes={"eth0": 1},
+    rank_rss_bytes={"0": 1},
+    gpus=[{"busy": 0.5}],
+)
+
+
+@pytest.mark.parametrize(
+    ("event", "key", "value"),
+    [
+        (step(), "samples", 10**30),
+        (step(), "samples", 8.0),
+        (step(), "warmup", 0),
+        (step(), "end_t", math.nan),
+        (step(), "end_t", -math.inf),
+        (step(), "end_t", 10**400),
+        (step(), "loss", "6.9"),
+        (step(), "loss", 1e300),
+        (step(), "tags", "gc"),
+        (step(), "tags", [None]),
+        (START, "endpoint", None),
+        (START, "environment", 5),
+        (START, "environment", DEEP),
+        (HOST, "rank_rss_bytes", []),
+        (HOST, "rank_rss_bytes", {"0": "1"}),
+        (HOST, "nic_sent_bytes", {"eth0": 2**63}),
+        (HOST, "gpus", [5]),
+        (HOST, "gpus", [{"busy": math.nan}]),
+        (Cache(wanted="cold", method=""), "resident_fraction", "x"),
+        (Cache(wanted="cold", method=""), "resident_fraction", math.nan),
+    ],
+)
+def test_a_value_of_another_type_or_range_is_named(event: Event, key: str, value: Any) -> None:
+    row = {"event": event.name, **dataclasses.asdict(event)}
+    assert parse_line(json.dumps(row).encode()) == event
+    with pytest.raises(ValueError, match=f"^{key}"):
+        parse_line(json.dumps({**row, key: value}).encode())
+
+
+def test_a_loss_may_be_missing_or_no_number() -> None:
+    for loss in (None, math.nan, math.inf):
+        row = {"event": "step", **dataclasses.asdict(step()), "loss": loss}
+        event = parse_line(json.dumps(row).encode())
+        assert isinstance(event, Step)
+        assert repr(event.loss) == repr(loss)
+
+
+def test_a_folder_in_a_journals_place_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "journal/rank-00003.jsonl").mkdir(parents=True)
+    assert read_run(tmp_path).problems() == ["rank-00003.jsonl: cannot be read: Is a directory"]
 
 
 def test_a_key_of_a_later_version_is_skipped() -> None:

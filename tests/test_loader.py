@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -238,3 +239,17 @@ def test_an_input_that_stalls_ends_the_wait(tmp_path: Path) -> None:
         held += [loader.next_batch(timeout_s=30) for _ in range(4 - len(held))]
         with pytest.raises(RunFailed, match=r"no batch for 0\.2 s"):
             loader.next_batch(timeout_s=0.2)
+
+
+def test_a_manifest_that_counts_other_records_than_the_shard_holds_is_found(tmp_path: Path) -> None:
+    """Two entries of it merged: its sums are right and no offset that is read from is wrong."""
+    write_set(tmp_path, num_shards=1)
+    path = tmp_path / "manifest.json"
+    tree = json.loads(path.read_text())
+    sizes = tree["shards"][0]["record_bytes"]
+    tree["shards"][0]["record_bytes"] = [sizes[0] + sizes[1], *sizes[2:]]
+    tree["shards"][0]["num_records"] -= 1
+    tree["num_records"] -= 1
+    tree["class_counts"][0] -= 1
+    path.write_text(json.dumps(tree))
+    assert "24 records in bytes" in failing(tmp_path)

@@ -16,7 +16,7 @@ import pytest
 from drawbar.analyze.facts import load_facts
 from drawbar.analyze.result import result_of
 from drawbar.config import Recipe
-from drawbar.journal import Error, Event, InputTotals, Request, RunEnd, RunStart, Step
+from drawbar.journal import Cache, Error, Event, InputTotals, Request, RunEnd, RunStart, Step, Witness
 from drawbar.report.page import page, write_page
 from drawbar.report.plot import MAX_POINTS
 from drawbar.report.step_figures import throughput_figure
@@ -36,7 +36,7 @@ def text_of(run: SyntheticRun, tmp_path: Path) -> str:
 
 
 def test_step_lines_have_tf_cnn_benchmarks_form(tmp_path: Path) -> None:
-    lines = text_of(synthetic_run(ranks=2, steps=24), tmp_path).splitlines()
+    lines = text_of(synthetic_run(ranks=2, steps=24, step_s=0.25), tmp_path).splitlines()
     assert lines[:4] == [
         "Step\tImg/sec\ttotal_loss",
         "1\timages/sec: 64.0 +/- 0.0 (jitter = 0.0)\t6.970",
@@ -149,7 +149,7 @@ def test_printer_waits_for_the_last_rank_and_reports_progress() -> None:
     for event in run.ranks[1]:
         shown += printer.feed(1, event)
         if isinstance(event, Step) and event.step == 7:
-            assert printer.progress() == "step 5/20  64.0 images/s  data wait 20 %  0:04 left"
+            assert printer.progress() == "step 5/20  32.0 images/s  data wait 20 %  0:08 left"
     assert [line.split("\t")[0] for line in shown] == ["Step", "1", "10", "20"]
 
 
@@ -205,13 +205,13 @@ def test_page_is_one_file_under_8_mb_that_loads_nothing(tmp_path: Path) -> None:
 def test_page_holds_answer_tables_and_recipe(tmp_path: Path) -> None:
     text = page_of(synthetic_run(ranks=2), tmp_path)
     for part in (
-        "<h1>64.0 <small>images/s</small></h1>",
+        "<h1>32.0 <small>images/s</small></h1>",
         "The result is valid: every check passed.",
         "http://10.0.0.2:8333",
         "102 % read from disk",
         "display_every = 10",
         "AMD EPYC 9654",
-        "drawbar run run/recipe.toml",
+        "cd run; drawbar run recipe.toml --out ../again",
     ):
         assert part in text, part
     levels = [int(tag[1]) for tag, _ in Elements(text).tags if re.fullmatch(r"h\d", tag)]
@@ -270,6 +270,23 @@ def test_page_of_a_failed_run_leads_with_what_happened(tmp_path: Path) -> None:
     assert "<h1>The run failed</h1>" in text
     assert text.index("bad CRC") < text.index("Until then 2 ranks")
     assert "Why it is invalid" in text
+
+
+def test_half_a_surrogate_pair_can_be_written(tmp_path: Path) -> None:
+    run = synthetic_run()
+    run.change(0, RunStart, lambda start: with_changes(start, node="n\ud800"))
+    assert "n\\ud800" in write_page(run.write(tmp_path)).read_text()
+
+
+def test_bytes_read_again_and_a_doubt_about_the_cache_are_said(tmp_path: Path) -> None:
+    run = synthetic_run(overrides={"data": {"url": "/data/imagenet"}})
+    run.change(1, Request, lambda event: with_changes(event, key="train/train-00000-of-01024"))
+    run.change_launcher(Witness, lambda event: None)
+    run.change_launcher(Cache, lambda cache: with_changes(cache, note="not a local disk: nfs4"))
+    text = " ".join(text_of(run, tmp_path).split())
+    assert "wanted cold, not shown cold; 0.0 % of the data in the page cache at the start; 50.0 % of the data" in text
+    assert "not a local disk: nfs4" in text
+    assert "server cache unknown" not in text
 
 
 def test_page_without_any_rank(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import signal
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import typer
 
 from drawbar import __version__
 from drawbar.errors import DrawbarError, EnvironmentUnfit, Interrupted
+from drawbar.terminal import open_missing_streams, write_line
 
 app = typer.Typer(
     name="drawbar",
@@ -23,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     epilog="Start here: drawbar demo",
 )
-data_app = typer.Typer(help="Make, pack and describe data sets.", no_args_is_help=True, rich_markup_mode=None)
+data_app = typer.Typer(help="Make and pack data sets.", no_args_is_help=True, rich_markup_mode=None)
 s3_app = typer.Typer(help="The embedded object store.", no_args_is_help=True, rich_markup_mode=None)
 pack_app = typer.Typer(
     help="Images to TFRecord shards and a manifest, in a folder or an object store.\n\n"
@@ -57,15 +57,16 @@ PackStoreDir = Annotated[Path | None, typer.Option("--store-dir", help="Folder o
 
 def main() -> None:
     """The `drawbar` program: runs a command and turns every error a user can cause into one line and an exit code."""
+    open_missing_streams()
     _raise_on_signals()
     try:
         code = app(standalone_mode=False)
     except DrawbarError as error:
         fail(error)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
             raise
-        fail(EnvironmentUnfit(f"cannot write {error.filename or 'output'}: {error.strerror}"))
+        fail(EnvironmentUnfit(f"cannot use {error.filename or 'output'}: {error.strerror}"))
     except Exception as error:
         # typer's own usage errors know how to show themselves.
         show = getattr(error, "show", None)
@@ -93,10 +94,15 @@ def _raise_on_signals() -> None:
 
 
 def fail(error: DrawbarError) -> None:
-    print(f"error: {error.message}", file=sys.stderr)
-    if error.hint:
-        print(f"hint: {error.hint}", file=sys.stderr)
+    show_error(error.message, error.hint)
     sys.exit(error.exit_code)
+
+
+def show_error(message: str, hint: str | None) -> None:
+    """One line each, whatever a path or a server's answer holds."""
+    write_line("error: " + " ".join(message.split()), sys.stderr)
+    if hint:
+        write_line("hint: " + " ".join(hint.split()), sys.stderr)
 
 
 def _show_version(wanted: bool) -> None:
@@ -158,14 +164,14 @@ def report(
 def _finish_run(result: Any, json_out: bool) -> None:
     """Prints the JSON, and ends with the code that the result asks for."""
     if json_out:
-        print(json.dumps(result, indent=2))
+        from drawbar.analyze.result import to_json
+
+        print(to_json(result), end="")
     error = result["error"]
     if error is not None:
         from_rank = error["rank"] is not None and f"rank {error['rank']}" not in error["message"]
         where = f"rank {error['rank']} on {error['node']}, {error['phase']}: " if from_rank else ""
-        print(f"error: {where}{error['message']}", file=sys.stderr)
-        if error["hint"]:
-            print(f"hint: {error['hint']}", file=sys.stderr)
+        show_error(where + error["message"], error["hint"])
         raise typer.Exit(error["exit_code"])
     if result["validity"]["grade"] == "invalid":
         raise typer.Exit(5)
@@ -350,8 +356,12 @@ def store_status(directory: StoreDir = None, json_out: JsonFlag = False) -> None
 
 
 @s3_app.command(epilog="Example: drawbar s3 down")
-def down(directory: StoreDir = None, json_out: JsonFlag = False) -> None:
-    """Stop the embedded store; its data stay."""
+def down(
+    directory: StoreDir = None,
+    force: Annotated[bool, typer.Option(help="Even while a run reads from it.")] = False,
+    json_out: JsonFlag = False,
+) -> None:
+    """Stop the embedded store; its data stay. Refused while a run reads from it."""
     from drawbar.s3_commands import down as stop
 
-    stop(directory, json_out)
+    stop(directory, force, json_out)

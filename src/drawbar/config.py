@@ -14,16 +14,31 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from drawbar.errors import RecipeError
+from drawbar.storage.urls import parse_url
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        strict=True,
+        allow_inf_nan=False,
+    )
+
+
+def _has_port_or_none(parts: SplitResult) -> bool:
+    try:
+        return parts.port is None or parts.port > 0
+    except ValueError:
+        return False
 
 
 class Data(Section):
@@ -37,12 +52,8 @@ class Data(Section):
     @field_validator("url")
     @classmethod
     def _known_scheme(cls, url: str) -> str:
-        parts = urlsplit(url)
-        if parts.scheme == "s3" and parts.netloc:
-            return url.rstrip("/")
-        if parts.scheme in ("", "file") and parts.path:
-            return url.rstrip("/") or "/"
-        raise ValueError("expected s3://bucket/prefix or a folder")
+        parse_url(url)
+        return url.rstrip("/") or "/"
 
 
 class Storage(Section):
@@ -60,8 +71,8 @@ class Storage(Section):
     """GETs in flight or fetched and not yet consumed, per rank. Bounds memory: read_ahead * request_bytes."""
     retries: int = Field(default=3, ge=0, le=100)
     """Tries after a failed GET before the run ends; each is counted."""
-    connect_timeout_s: float = Field(default=5.0, gt=0)
-    timeout_s: float = Field(default=30.0, gt=0)
+    connect_timeout_s: float = Field(default=5.0, gt=0, le=86400)
+    timeout_s: float = Field(default=30.0, gt=0, le=86400)
     """For one whole GET."""
 
     @field_validator("endpoints")
@@ -73,7 +84,8 @@ class Storage(Section):
             raise ValueError(f'{endpoints!r} is no list of addresses: expected ["http://host:port", …] or "embedded"')
         for address in endpoints:
             parts = urlsplit(address)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
+            plain = address == f"{parts.scheme}://{parts.netloc}".rstrip("/") and _has_port_or_none(parts)
+            if parts.scheme not in ("http", "https") or not parts.hostname or not plain:
                 raise ValueError(f"{address!r} is no address: expected http://host:port")
             if parts.username or parts.password:
                 raise ValueError("credentials belong in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, not in the recipe")
@@ -141,7 +153,7 @@ class Launch(Section):
     allocator: Literal["keep_large_blocks", "system"] = "keep_large_blocks"
     """`keep_large_blocks`: glibc is told before a rank starts not to return large blocks to the kernel
     (MALLOC_MMAP_MAX_=0, high MALLOC_TRIM_THRESHOLD_ and MALLOC_TOP_PAD_); far fewer page faults on CPU."""
-    stall_timeout_s: float = Field(default=300.0, gt=0)
+    stall_timeout_s: float = Field(default=300.0, gt=0, le=86400)
     """A rank that finishes no step for this long ends the run."""
 
 
@@ -159,7 +171,7 @@ class Faults(Section):
 
 
 class Recipe(Section):
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$")
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     data: Data = Data()
     storage: Storage = Storage()
     input: Input = Input()
@@ -176,8 +188,9 @@ class Recipe(Section):
         return self
 
     def sha256(self) -> str:
-        """Of the canonical JSON; equal on all ranks or the run ends."""
-        return hashlib.sha256(json.dumps(self.model_dump(), sort_keys=True).encode()).hexdigest()
+        """Of the canonical JSON, equal on all ranks; where the embedded store lies is no part of the job."""
+        job = self.model_dump(exclude={"storage": {"embedded_dir"}})
+        return hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
 
     def to_toml(self) -> str:
         """The whole recipe, defaults included."""
@@ -192,7 +205,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     try:
         text = path.read_text()
     except FileNotFoundError:
-        raise RecipeError(f"no recipe: {path}", hint="named recipes lie in recipes/") from None
+        raise RecipeError(f"no recipe: {path}", hint="a TOML file, such as recipes/quickstart.toml") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"cannot read recipe {path}: {error}") from None
     try:

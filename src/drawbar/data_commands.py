@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 from drawbar.config import Storage
 from drawbar.dataset.destination import Destination, FolderDestination, StoreDestination
@@ -23,6 +22,7 @@ from drawbar.dataset.shard_writer import OnBad, PackSettings
 from drawbar.errors import EnvironmentUnfit, InputError
 from drawbar.storage import embedded
 from drawbar.storage.stores import Credentials, Place, open_place
+from drawbar.storage.urls import parse_url
 from drawbar.terminal import Terminal
 from drawbar.world import launcher_rank
 
@@ -168,14 +168,15 @@ def destination(dest: str, endpoint: str | None, store_dir: Path | None) -> Dest
 
     Without `endpoint` it is the embedded store's first where one is running, else AWS_ENDPOINT_URL.
     """
-    parts = urlsplit(dest)
-    if parts.scheme == "":
-        return FolderDestination(Path(dest))
-    if parts.scheme != "s3" or not parts.netloc:
-        raise InputError(f"cannot write to {dest!r}", hint="a folder, or s3://bucket/prefix")
-    if not parts.path.strip("/"):
-        raise InputError(f"{dest} names no prefix", hint=f"s3://{parts.netloc}/train, for example")
-    place = _s3_place(dest, parts.netloc, endpoint, store_dir)
+    try:
+        where = parse_url(dest)
+    except ValueError as error:
+        raise InputError(f"cannot write to {error}") from None
+    if not where.on_s3:
+        return FolderDestination(where.folder)
+    if not where.path:
+        raise InputError(f"{dest} names no prefix", hint=f"s3://{where.bucket}/train, for example")
+    place = _s3_place(dest, where.bucket, endpoint, store_dir)
     return StoreDestination(place.store, place.prefix, f"{dest} at {place.endpoint}")
 
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -220,15 +221,70 @@ EVENTS: dict[str, type[Event]] = {
     cls.name: cls for cls in (RunStart, Clock, Cache, Witness, Request, Step, InputTotals, Host, Error, RunEnd)
 }
 
-# Looked up once, not per line: a long run's journal has hundreds of thousands.
-_FIELDS: dict[type[Event], frozenset[str]] = {
-    cls: frozenset(f.name for f in dataclasses.fields(cls)) for cls in EVENTS.values()
+# What a field may hold, by its annotation. Made once, not per line: a long run's journal has hundreds of thousands.
+_INT = (-(2**63), 2**63 - 1)
+_FLOAT = (-1e15, 1e15)
+"""Far beyond any time, and small enough that no sum of them overflows; NaN lies in no range."""
+_MAX_DEPTH = 16
+"""Of nested values: what is read here is later walked by recursive functions."""
+
+
+def _check_strings(values: Any) -> None:
+    if not all(type(value) is str for value in values):
+        raise ValueError("expected strings")
+
+
+def _check_numbers(values: dict[str, Any], types: tuple[type, ...], low: float, high: float) -> None:
+    for key, value in values.items():
+        if type(value) not in types or not low <= value <= high:
+            raise ValueError(f"[{key!r}] is {_short(value)}: expected a number in range")
+
+
+def _check_rows(rows: list[Any]) -> None:
+    for row in rows:
+        if type(row) is not dict:
+            raise ValueError("expected objects")
+        _check_numbers(row, (int, float), *_FLOAT)
+
+
+def _check_loss(value: float | None) -> None:
+    """Anything an fp32 can be."""
+    if value is not None and 1e39 < abs(value) != math.inf:
+        raise ValueError(f"{_short(value)} is out of range")
+
+
+def _check_depth(tree: Any, depth: int = 0) -> None:
+    if depth > _MAX_DEPTH:
+        raise ValueError("nested too deep")
+    if isinstance(tree, dict | list):
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            _check_depth(item, depth + 1)
+
+
+_Check = tuple[tuple[type, ...], tuple[float, float] | None, Callable[[Any], None] | None]
+"""(types, range of a number, what else must hold)"""
+_CHECKS: dict[str, _Check] = {
+    "str": ((str,), None, None),
+    "bool": ((bool,), None, None),
+    "int": ((int,), _INT, None),
+    "float": ((float, int), _FLOAT, None),
+    "float | None": ((float, int, type(None)), _FLOAT, None),
+    "list[str]": ((list,), None, _check_strings),
+    "dict[str, Any]": ((dict,), None, _check_depth),
+    "dict[str, int]": ((dict,), None, lambda values: _check_numbers(values, (int,), *_INT)),
+    "list[dict[str, float]]": ((list,), None, _check_rows),
 }
-_NUMBER_TYPES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float)}
-_NUMBERS: dict[type[Event], dict[str, type | tuple[type, ...]]] = {
-    cls: {f.name: _NUMBER_TYPES[str(f.type)] for f in dataclasses.fields(cls) if str(f.type) in _NUMBER_TYPES}
-    for cls in EVENTS.values()
-}
+
+
+def _checks_of(cls: type[Event]) -> dict[str, _Check]:
+    checks = {f.name: _CHECKS[str(f.type)] for f in dataclasses.fields(cls)}
+    if cls is Step:
+        # A rank writes a loss that is not a number, and then ends; a rule of its own speaks of it.
+        checks["loss"] = (checks["loss"][0], None, _check_loss)
+    return checks
+
+
+_FIELDS: dict[type[Event], dict[str, _Check]] = {cls: _checks_of(cls) for cls in EVENTS.values()}
 
 
 class JournalWriter:
@@ -281,36 +337,68 @@ class RankJournal:
 
 
 def parse_line(line: bytes) -> Event:
-    """One journal line to its event. Raises ValueError with the reason."""
-    row = json.loads(line)
+    """One journal line to its event: known, whole, and every field of its type and finite. Raises ValueError with the
+    reason."""
+    try:
+        row = json.loads(line)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
     if not isinstance(row, dict) or "event" not in row:
         raise ValueError("no event name")
-    cls = EVENTS.get(row.pop("event"))
+    name = row.pop("event")
+    cls = EVENTS.get(name) if isinstance(name, str) else None
     if cls is None:
         raise ValueError("unknown event")
     known = _FIELDS[cls]
+    if not row.keys() <= known.keys():
+        row = {key: row[key] for key in row.keys() & known.keys()}
+    for key, value in row.items():
+        types, limits, check = known[key]
+        if type(value) not in types:
+            raise ValueError(f"{key} is {_short(value)}: expected {_words(types)}")
+        if limits is not None and value is not None and not limits[0] <= value <= limits[1]:
+            raise ValueError(f"{key} is {_short(value)}: out of range")
+        if check is not None:
+            try:
+                check(value)
+            except ValueError as error:
+                raise ValueError(f"{key}: {error}") from None
+    if "t" not in row:
+        # Its default is the clock of whoever reads.
+        raise ValueError("missing field: t")
     try:
-        event = cls(**row) if row.keys() <= known else cls(**{key: row[key] for key in row.keys() & known})
+        return cls(**row)
     except TypeError as error:
         raise ValueError(f"missing field: {error}") from None
-    for key, kind in _NUMBERS[cls].items():
-        if not isinstance(getattr(event, key), kind) or isinstance(getattr(event, key), bool):
-            raise ValueError(f"{key} is {getattr(event, key)!r}: expected a number")
-    return event
+
+
+def _short(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _words(types: tuple[type, ...]) -> str:
+    if types[0] in (int, float):
+        return "a number"
+    return {str: "text", bool: "true or false", list: "a list", dict: "an object"}[types[0]]
 
 
 def read_journal(path: Path) -> RankJournal:
-    """Reads one file. A torn last line, the trace of a killed writer, is reported and not fatal."""
+    """Reads one file. What cannot be read, and a torn last line, the trace of a killed writer, is reported and not
+    fatal."""
     journal = RankJournal(path=path)
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                journal.problems.append(f"{path.name}:{number}: torn last line")
-                continue
-            try:
-                journal.events.append(parse_line(line))
-            except (ValueError, UnicodeDecodeError) as error:
-                journal.problems.append(f"{path.name}:{number}: {error}")
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    journal.problems.append(f"{path.name}:{number}: torn last line")
+                    continue
+                try:
+                    journal.events.append(parse_line(line))
+                except ValueError as error:
+                    journal.problems.append(f"{path.name}:{number}: {error}")
+    except OSError as error:
+        journal.problems.append(f"{path.name}: cannot be read: {error.strerror}")
     start = journal.first(RunStart)
     if start is not None and start.schema != SCHEMA:
         journal.problems.append(f"{path.name}: journal schema {start.schema}, this Drawbar reads {SCHEMA}")

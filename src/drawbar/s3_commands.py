@@ -33,7 +33,8 @@ def up(directory: Path | None, endpoints: int, ports: list[int] | None, json_out
         return
     for endpoint, metrics in zip(store.endpoints, store.metrics_urls, strict=True):
         print(f"{endpoint}  metrics {metrics}")
-    print(f"data in {store.directory}; credentials in s3.json there; stop with: drawbar s3 down")
+    print(f"data in {store.directory}, credentials in s3.json there")
+    print(f"stop with: {embedded.command('down', store.directory)}")
 
 
 def status(directory: Path | None, json_out: bool) -> None:
@@ -49,8 +50,8 @@ def status(directory: Path | None, json_out: bool) -> None:
         raise typer.Exit(3)
 
 
-def down(directory: Path | None, json_out: bool) -> None:
-    stopped = embedded.down(directory or embedded.DEFAULT_DIRECTORY)
+def down(directory: Path | None, force: bool, json_out: bool) -> None:
+    stopped = embedded.down(directory or embedded.DEFAULT_DIRECTORY, force=force)
     if json_out:
         _print({"stopped": stopped})
     else:

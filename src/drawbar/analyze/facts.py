@@ -40,5 +40,5 @@ def facts_of(run: Run) -> Facts:
 
 
 def load_facts(run_dir: Path) -> Facts:
-    """Raises InputError where there is no journal, RecipeError where there is no readable recipe."""
+    """Raises InputError where there is no journal or no recipe, RecipeError where the recipe cannot be read."""
     return facts_of(load_run(run_dir))

@@ -34,7 +34,7 @@ RESULT_NAME = "result.json"
 
 
 def analyze(run_dir: Path) -> Result:
-    """Raises InputError where there is no journal, RecipeError where there is no readable recipe."""
+    """Raises InputError where there is no journal or no recipe, RecipeError where the recipe cannot be read."""
     return result_of(load_facts(run_dir))
 
 
@@ -126,7 +126,7 @@ def _verdict(facts: Facts) -> Verdict:
         reason = "no step was measured"
     else:
         reason = (
-            "the stages' ceilings were not measured (`drawbar probe` does): "
+            "the stages' ceilings were not measured : "
             f"{waits.mean * 100:.0f} % of the step time was spent waiting for data, "
             "which storage, decoding or the reading plan may have caused"
         )
@@ -159,6 +159,7 @@ def finite(value: Any) -> Any:
 
 
 def to_json(result: Result) -> str:
+    """Strict JSON, with a line end: never NaN."""
     return json.dumps(finite(result), indent=2, allow_nan=False) + "\n"
 
 
@@ -173,7 +174,8 @@ def write_whole(path: Path, text: str) -> None:
     """The old file or the whole new one, never a part: readers may look at any time."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(text, encoding="utf-8")
+        # A host name or message may hold half a surrogate pair, which UTF-8 has no bytes for.
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

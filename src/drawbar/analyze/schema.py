@@ -110,6 +110,9 @@ class InputResult(TypedDict):
     trained_images: int | None
     bad_images: int | None
     epochs: float | None
+    """Passes over the training set of the rank that read most."""
+    reread_share: float | None
+    """Of the data bytes that arrived: those of ranges that some rank of this run had fetched before. 0 to 1."""
 
 
 class CacheResult(TypedDict):

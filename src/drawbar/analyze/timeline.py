@@ -17,11 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drawbar.config import Recipe, load_recipe
+from drawbar.errors import InputError
 from drawbar.journal import Clock, Event, Host, RankJournal, Request, RunEnd, RunStart, Step, read_run
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+
+_RANK_FILE = re.compile(r"rank-(\d{5})\.jsonl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,13 +118,23 @@ class RankTimeline:
         return self.end.status if self.end else "killed"
 
 
-def rank_timeline(journal: RankJournal) -> RankTimeline:
+def foreign_reason(journal: RankJournal, world_size: int) -> str:
+    """Why a file is no journal of a rank of this run; empty where it is one. Its name and its run_start must agree."""
+    named = _RANK_FILE.fullmatch(journal.path.name)
+    start: RunStart | None = journal.first(RunStart)
+    if named is None or int(named.group(1)) >= world_size:
+        return f"{journal.path.name} belongs to no rank of this run"
+    if start is not None and start.rank != int(named.group(1)):
+        return f"{journal.path.name} was written by rank {start.rank}"
+    return ""
+
+
+def rank_timeline(journal: RankJournal, rank: int) -> RankTimeline:
     start = journal.first(RunStart)
-    named = re.search(r"rank-(\d+)", journal.path.name)
     clock = clock_map(journal.of(Clock))
     steps: list[Step] = journal.of(Step)
     return RankTimeline(
-        rank=start.rank if start else int(named.group(1)) if named else -1,
+        rank=rank,
         journal=journal,
         start=start,
         end=journal.first(RunEnd),
@@ -165,6 +178,9 @@ class Run:
     path: Path
     recipe: Recipe
     ranks: list[RankTimeline]
+    """By number, each once; of this run alone."""
+    foreign: list[str]
+    """Rank journals that are not of this run and are part of no figure, each with the reason."""
     launcher: RankJournal | None
     hosts: list[HostTimeline]
     problems: list[str]
@@ -176,13 +192,27 @@ class Run:
 
 
 def load_run(run_dir: Path) -> Run:
-    """Raises InputError where there is no journal, RecipeError where there is no readable recipe."""
+    """Raises InputError where there is no journal or no recipe, RecipeError where the recipe cannot be read."""
     journals = read_run(run_dir)
-    ranks = sorted((rank_timeline(journal) for journal in journals.ranks), key=lambda rank: rank.rank)
+    path = run_dir / "recipe.toml"
+    if not path.exists():
+        raise InputError(
+            f"no complete run directory: {run_dir} has no recipe.toml", hint="give the folder that `drawbar run` wrote"
+        )
+    recipe = load_recipe(path)
+    ranks, foreign = [], []
+    # Sorted by name, and so by number: names have five digits.
+    for journal in journals.ranks:
+        reason = foreign_reason(journal, recipe.launch.ranks)
+        if reason:
+            foreign.append(reason)
+        else:
+            ranks.append(rank_timeline(journal, int(journal.path.name[5:10])))
     return Run(
         path=run_dir,
-        recipe=load_recipe(run_dir / "recipe.toml"),
+        recipe=recipe,
         ranks=ranks,
+        foreign=foreign,
         launcher=journals.launcher,
         hosts=host_timelines(journals.hosts, ranks),
         problems=journals.problems(),

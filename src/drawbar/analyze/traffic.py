@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import numpy as np
@@ -15,19 +15,20 @@ from drawbar.journal import Cache, InputTotals, Request, Witness
 COLD_DISK_SHARE = 0.95
 """Of the bytes served: a store that read at least this much from disk had (almost) nothing in its page cache."""
 COLD_RESIDENT_FRACTION = 0.01
-"""Of a folder's bytes: no more than this in the page cache counts as cold."""
+"""Of a folder's bytes: less than this in the page cache counts as cold."""
 
 
 def witness_deltas(run: Run, source: str) -> dict[str, int | None]:
-    """Target -> bytes counted between the `before` and the `after` reading; None where one is missing or the counter
-    went back (its process was restarted in between)."""
-    readings: dict[tuple[str, str], int] = {}
+    """Target -> bytes counted between the `before` and the `after` reading; None where one is missing or contradicted
+    or the counter went back (its process was restarted in between)."""
+    readings: dict[tuple[str, str], set[int]] = {}
     for event in cast(list[Witness], run.events(Witness)):
         if event.source == source:
-            readings[event.target.rstrip("/"), event.when] = event.count_bytes
+            readings.setdefault((event.target.rstrip("/"), event.when), set()).add(event.count_bytes)
+    once = {key: min(counts) for key, counts in readings.items() if len(counts) == 1}
     deltas: dict[str, int | None] = {}
     for target in sorted({target for target, _ in readings}):
-        before, after = readings.get((target, "before")), readings.get((target, "after"))
+        before, after = once.get((target, "before")), once.get((target, "after"))
         deltas[target] = after - before if before is not None and after is not None and after >= before else None
     return deltas
 
@@ -91,7 +92,26 @@ def input_result(run: Run) -> InputResult:
         bad_images=summed("bad_images"),
         # The rank that read most decides: its second pass over its share cannot be cold.
         epochs=max(total.epochs for total in known) if complete else None,
+        reread_share=reread_share(request for rank in run.ranks for request in rank.requests),
     )
+
+
+def reread_share(requests: Iterable[Request]) -> float | None:
+    """Of the data bytes that arrived, the part that some rank of this run had fetched before; None without any."""
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    for request in requests:
+        if request.kind == "data" and not request.error and request.got_bytes > 0:
+            ranges.setdefault(request.key, []).append((request.offset, request.offset + request.got_bytes))
+    total = sum(end - start for pieces in ranges.values() for start, end in pieces)
+    if not total:
+        return None
+    different = 0
+    for pieces in ranges.values():
+        covered = min(pieces)[0]
+        for start, end in sorted(pieces):
+            different += max(0, end - max(start, covered))
+            covered = max(covered, end)
+    return 1 - different / total
 
 
 def cache_result(run: Run) -> CacheResult:
@@ -100,12 +120,11 @@ def cache_result(run: Run) -> CacheResult:
     gateway_bytes = total_delta(witness_deltas(run, "gateway"))
     disk_read_bytes = total_delta(witness_deltas(run, "volume"))
     share = disk_read_bytes / gateway_bytes if gateway_bytes and disk_read_bytes is not None else None
-    resident = event.resident_fraction if event else None
     return CacheResult(
         wanted=wanted,
-        state="not asked" if wanted != "cold" else _cache_state(run, share, resident),
+        state="not asked" if wanted != "cold" else _cache_state(run, share, event),
         method=event.method if event else "",
-        resident_fraction=resident,
+        resident_fraction=event.resident_fraction if event else None,
         gateway_bytes=gateway_bytes,
         disk_read_bytes=disk_read_bytes,
         disk_share=share,
@@ -113,10 +132,13 @@ def cache_result(run: Run) -> CacheResult:
     )
 
 
-def _cache_state(run: Run, disk_share: float | None, resident_fraction: float | None) -> CacheState:
+def _cache_state(run: Run, disk_share: float | None, event: Cache | None) -> CacheState:
     if disk_share is not None:
         return "cold" if disk_share >= COLD_DISK_SHARE else "not shown cold"
-    # For a folder the page cache is this host's own, so its emptiness at the start is the proof.
-    if not run.recipe.data.url.startswith("s3://") and resident_fraction is not None:
-        return "cold" if resident_fraction <= COLD_RESIDENT_FRACTION else "not shown cold"
-    return "unknown"
+    if event is None or event.resident_fraction is None or run.recipe.data.url.startswith("s3://"):
+        return "unknown"
+    if not 0 <= event.resident_fraction < COLD_RESIDENT_FRACTION:
+        return "not shown cold"
+    # A folder on a local disk is cached by this host alone, so an empty page cache is the proof. A note says that
+    # something speaks against that: another host's memory behind a network file system, for one.
+    return "unknown" if event.note else "cold"

@@ -7,6 +7,7 @@ beside it. *valid*: no rule spoke.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 
 import numpy as np
 
@@ -14,16 +15,25 @@ from drawbar.analyze.facts import Facts
 from drawbar.analyze.schema import Grade, Reason, Severity, Validity
 from drawbar.analyze.timeline import RankTimeline
 from drawbar.analyze.traffic import input_totals
-from drawbar.journal import RunStart
+from drawbar.journal import Error, InputTotals, RankJournal, RunEnd, RunStart, Step
 
 BYTE_TOLERANCE = 0.01
-"""Two counts of the same bytes may differ by this share: metadata and HTTP framing are not counted alike everywhere."""
+"""What a server counts and what its clients count may differ by this share: HTTP framing is not counted alike
+everywhere. Counts of our own must be equal."""
 CLOCK_TOLERANCE = 0.01
 """Of the interval; a larger clock uncertainty moves the edges of the interval by as much."""
 SPAN_TOLERANCE = 0.05
 """Of the step time; what the spans may leave out or count twice."""
+MAX_SPANS = 2.0
+"""Times the step time; spans that add up to more were not measured."""
+SAME_TIME_S = 1e-6
+SAME_HOST_CLOCK_S = 1e-3
+WALL_CLOCK_STEP_S = 60.0
+"""What a time server may move a host's clock by during a run."""
+MAX_REREAD = 0.01
 MAX_STEAL = 0.05
 MIN_STEPS = 20
+MIN_INTERVAL_S = 10.0
 
 Rule = Callable[[Facts], Reason | None]
 
@@ -64,41 +74,78 @@ def run_ended_ok(facts: Facts) -> Reason | None:
 
 
 def every_rank_wrote_to_the_end(facts: Facts) -> Reason | None:
-    """One journal for each rank of the world, with one start and an end that says ok."""
+    """One journal for each rank of the world and one of the launcher, each with one start and one end, which is its
+    last line and says ok."""
     world_size = facts.run.recipe.launch.ranks
     found = [rank.rank for rank in facts.run.ranks]
     wrong = []
     if missing := sorted(set(range(world_size)) - set(found)):
         wrong.append(f"no journal of {_ranks(missing)}")
-    if strange := sorted(set(found) - set(range(world_size))):
-        wrong.append(f"unexpected {_ranks(strange)}")
+    wrong += facts.run.foreign
     if unended := [rank.rank for rank in facts.run.ranks if rank.status != "ok"]:
         wrong.append(f"no run_end ok of {_ranks(unended)}")
     if unstarted := [rank.rank for rank in facts.run.ranks if len(rank.journal.of(RunStart)) != 1]:
         wrong.append(f"not exactly one run_start of {_ranks(unstarted)}")
     if other := [rank.rank for rank in facts.run.ranks if rank.start and rank.start.world_size != world_size]:
         wrong.append(f"another world size seen by {_ranks(other)}")
+    if strays := [rank.rank for rank in facts.run.ranks if _started_elsewhere(rank, facts.run.launcher)]:
+        wrong.append(f"not started by this launcher: {_ranks(strays)}")
+    for rank in facts.run.ranks:
+        if rank.status == "ok" and (fault := _bad_end(rank.journal)):
+            wrong.append(f"{fault} of {_ranks([rank.rank])}")
+    if facts.run.launcher is None:
+        wrong.append("no journal of the launcher")
+    elif fault := _bad_end(facts.run.launcher):
+        wrong.append(f"{fault} of the launcher")
     if not wrong:
         return None
-    return _reason("complete journals", f"{world_size} ranks, each from start to end", "; ".join(wrong), "invalid")
+    expected = f"{world_size} ranks and the launcher, each from start to end"
+    more = f"; and {len(wrong) - 6} more" if len(wrong) > 6 else ""
+    return _reason("complete journals", expected, "; ".join(wrong[:6]) + more, "invalid")
+
+
+def _started_elsewhere(rank: RankTimeline, launcher: RankJournal | None) -> bool:
+    """Whether a rank on the launcher's host began before or after it: a journal of another run."""
+    start: RunStart | None = launcher.first(RunStart) if launcher else None
+    end: RunEnd | None = launcher.first(RunEnd) if launcher else None
+    if start is None or end is None or rank.start is None or rank.start.node != start.node:
+        return False
+    return not start.unix_s - WALL_CLOCK_STEP_S <= rank.start.unix_s <= end.unix_s + WALL_CLOCK_STEP_S
+
+
+def _bad_end(journal: RankJournal) -> str:
+    """What is wrong with the last lines of a writer that claims to have ended; empty where nothing is."""
+    ends: list[RunEnd] = journal.of(RunEnd)
+    if not ends:
+        return "no run_end"
+    if len(ends) > 1:
+        return "more than one run_end"
+    if journal.events[-1] is not ends[0]:
+        return "events after the run_end"
+    if ends[0].status == "ok" and journal.first(Error) is not None:
+        return "an error before the run_end ok"
+    return ""
 
 
 def journals_readable(facts: Facts) -> Reason | None:
     problems = facts.run.problems
     if not problems:
         return None
-    severity: Severity = "invalid" if any(text.startswith("rank-") for text in problems) else "qualified"
+    # Host counters explain the number; they are no part of it.
+    severity: Severity = "qualified" if all(text.startswith("host-") for text in problems) else "invalid"
     more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
     return _reason("readable journals", "every line", "; ".join(problems[:3]) + more, severity)
 
 
 def one_recipe(facts: Facts) -> Reason | None:
-    """All ranks ran the recipe that lies beside the journal."""
+    """Launcher and ranks ran the recipe that lies beside the journal."""
     expected = facts.run.recipe.sha256()
     other = [rank.rank for rank in facts.run.ranks if rank.start and rank.start.recipe_sha256 != expected]
-    if not other:
+    launcher: RunStart | None = facts.run.launcher.first(RunStart) if facts.run.launcher else None
+    if not other and (launcher is None or launcher.recipe_sha256 == expected):
         return None
-    return _reason("one recipe", f"{expected[:12]} on all ranks", f"another on {_ranks(other)}", "invalid")
+    who = _ranks(other) if other else "the launcher"
+    return _reason("one recipe", f"{expected[:12]} everywhere", f"another on {who}", "invalid")
 
 
 def one_data_set(facts: Facts) -> Reason | None:
@@ -131,6 +178,48 @@ def equal_steps(facts: Facts) -> Reason | None:
     return _reason("equal steps", f"{train.warmup_steps} warm-up + {train.steps} on every rank", counts, "invalid")
 
 
+def whole_batches(facts: Facts) -> Reason | None:
+    """A step of another size than the recipe's was not what the loop ran."""
+    batch_size = facts.run.recipe.train.batch_size
+    for rank in facts.run.ranks:
+        for steps in (rank.warmup, rank.measured):
+            odd = np.flatnonzero(steps.samples != batch_size)
+            if len(odd):
+                actual = f"{steps.samples[odd[0]]:,} in step {steps.step[odd[0]]} of rank {rank.rank}"
+                return _reason("samples per step", f"train.batch_size = {batch_size}", actual, "invalid")
+    return None
+
+
+def steps_follow_each_other(facts: Facts) -> Reason | None:
+    """The loop starts a step with the mark that ended the one before, so every second belongs to one step."""
+    for rank in facts.run.ranks:
+        previous: Step | None = None
+        for step in sorted(rank.journal.of(Step), key=attrgetter("step")):
+            if wrong := _bad_times(step, previous, on_host_clock=not _on_gpu(rank)):
+                actual = f"{wrong} in step {step.step} of rank {rank.rank}"
+                return _reason("step times", "each step starts where the last one ended", actual, "invalid")
+            previous = step
+    return None
+
+
+def _bad_times(step: Step, previous: Step | None, *, on_host_clock: bool) -> str:
+    """What is wrong; empty where nothing is."""
+    if step.end_t <= step.start_t:
+        return "the end is not after the start"
+    if min(step.data_wait_s, step.copy_s, step.compute_s, step.optimizer_s) < 0:
+        return "a negative span"
+    if previous is not None and previous.step + 1 == step.step and abs(step.start_t - previous.end_t) > SAME_TIME_S:
+        return f"{step.start_t - previous.end_t:.3g} s between the two"
+    # A GPU's clock drifts against the host's, on which the line was written.
+    if on_host_clock and step.end_t > step.t + SAME_TIME_S:
+        return "an end after its own line was written"
+    return ""
+
+
+def _on_gpu(rank: RankTimeline) -> bool:
+    return rank.start is not None and str(rank.start.environment.get("device", "")).startswith("cuda")
+
+
 def shared_interval(facts: Facts) -> Reason | None:
     if facts.interval is not None:
         return None
@@ -142,6 +231,19 @@ def enough_steps(facts: Facts) -> Reason | None:
     if count >= MIN_STEPS:
         return None
     return _reason("measured steps", f"at least {MIN_STEPS}", str(count), "qualified")
+
+
+def long_enough(facts: Facts) -> Reason | None:
+    if facts.interval is None or facts.interval.length_s >= MIN_INTERVAL_S:
+        return None
+    actual = f"too short to trust: {facts.interval.length_s:.3g} s"
+    return _reason("measured interval", f"at least {MIN_INTERVAL_S:g} s", actual, "qualified")
+
+
+def warmed_up(facts: Facts) -> Reason | None:
+    if facts.run.recipe.train.warmup_steps > 0:
+        return None
+    return _reason("warm-up", "at least 1 step left out", "none: the first steps' one-off costs count", "qualified")
 
 
 def loss_is_a_number(facts: Facts) -> Reason | None:
@@ -166,50 +268,80 @@ def spans_make_up_the_step(facts: Facts) -> Reason | None:
         return None
     _, rank_number, share = max(off)
     actual = f"{_percent(share)} of it on rank {rank_number}"
-    return _reason("step spans", "wait, copy, compute and optimizer make up the step time", actual, "qualified")
+    severity: Severity = "invalid" if share > MAX_SPANS else "qualified"
+    return _reason("step spans", "wait, copy, compute and optimizer make up the step time", actual, severity)
 
 
 # --- bytes and images -------------------------------------------------------------------------------------------
 
 
 def loaders_reported(facts: Facts) -> Reason | None:
-    missing = [
-        rank.rank for rank, totals in zip(facts.run.ranks, input_totals(facts.run), strict=True) if totals is None
-    ]
-    if not missing:
-        return None
-    return _reason("input totals", "one from every rank", f"none from {_ranks(missing)}", "invalid")
+    counts = {rank.rank: len(rank.journal.of(InputTotals)) for rank in facts.run.ranks}
+    for word, numbers in (
+        ("none", [rank for rank, count in counts.items() if count == 0]),
+        ("several", [rank for rank, count in counts.items() if count > 1]),
+    ):
+        if numbers:
+            return _reason("input totals", "one from every rank", f"{word} from {_ranks(numbers)}", "invalid")
+    return None
 
 
 def received_is_served(facts: Facts) -> Reason | None:
     """Clients' counts against the gateways' own, per endpoint and in all."""
     witnessed = [endpoint for endpoint in facts.endpoints if endpoint["gateway_bytes"] is not None]
+    expected = f"within {_percent(BYTE_TOLERANCE)}"
+    explained = None
     for endpoint in witnessed:
-        served = endpoint["gateway_bytes"] or 0
-        if _close(endpoint["bytes"], served):
+        received, served = endpoint["bytes"], endpoint["gateway_bytes"] or 0
+        if _close(received, served):
             continue
-        # A body that broke off was sent, or half of it, and never counted by its client.
-        broken = endpoint["errors"] > 0 and served > endpoint["bytes"]
-        actual = f"{_mb(endpoint['bytes'])} received, {_mb(served)} served by {endpoint['url']}"
-        severity: Severity = "qualified" if broken else "invalid"
-        return _reason("received = served", f"within {_percent(BYTE_TOLERANCE)}", actual, severity)
-    if witnessed and len(witnessed) < len(facts.endpoints):
-        actual = f"{len(witnessed)} of {len(facts.endpoints)} endpoints"
+        # A body that broke off was sent, or a part of it, and never counted by its client.
+        most = received + _failed_bytes(facts, endpoint["url"])
+        actual = f"{_mb(received)} received, {_mb(served)} served by {endpoint['url']}"
+        if not received < served <= most * (1 + BYTE_TOLERANCE):
+            return _reason("received = served", expected, actual, "invalid")
+        explained = explained or _reason("received = served", expected, actual, "qualified")
+    if explained:
+        return explained
+    if len(witnessed) < len(facts.endpoints) and (witnessed or _on_embedded_store(facts)):
+        actual = f"bytes not witnessed on {len(facts.endpoints) - len(witnessed)} of {len(facts.endpoints)} endpoints"
         return _reason("received = served", "a count from every endpoint", actual, "qualified")
     return None
 
 
+def _failed_bytes(facts: Facts, url: str) -> int:
+    """What an endpoint may have sent for tries that failed, beyond what their clients counted."""
+    return sum(
+        max(0, request.wanted_bytes - request.got_bytes)
+        for rank in facts.run.ranks
+        for request in rank.requests
+        if request.error and request.endpoint.rstrip("/") == url
+    )
+
+
+def _on_embedded_store(facts: Facts) -> bool:
+    recipe = facts.run.recipe
+    return _reads_data(facts) and recipe.storage.endpoints == "embedded" and recipe.data.url.startswith("s3://")
+
+
 def received_is_trained_or_discarded(facts: Facts) -> Reason | None:
-    counts = facts.input
-    received, trained, discarded = counts["received_bytes"], counts["trained_bytes"], counts["discarded_bytes"]
-    inflated = counts["inflated_bytes"]
-    if received is None or trained is None or discarded is None or inflated is None:
+    """Exact: the loader counts every byte at each stage it passes; what decompressing adds counts as received."""
+    wrong = [
+        (rank.rank, totals)
+        for rank, totals in zip(facts.run.ranks, input_totals(facts.run), strict=True)
+        if totals is not None
+        and (
+            totals.discarded_bytes < 0
+            or totals.received_bytes + totals.inflated_bytes != totals.trained_bytes + totals.discarded_bytes
+        )
+    ]
+    if not wrong:
         return None
-    if discarded >= 0 and _close(received + inflated, trained + discarded):
-        return None
-    actual = f"{_mb(received)} received, {_mb(trained)} trained, {_mb(discarded)} discarded"
-    actual += f", {_mb(inflated)} added by decompressing" if inflated else ""
-    return _reason("received = trained + discarded", f"within {_percent(BYTE_TOLERANCE)}", actual, "invalid")
+    rank, counts = wrong[0]
+    actual = f"{counts.received_bytes:,} received, {counts.trained_bytes:,} trained, {counts.discarded_bytes:,} "
+    actual += f"discarded on rank {rank}"
+    actual += f", {counts.inflated_bytes:,} added by decompressing" if counts.inflated_bytes else ""
+    return _reason("received = trained + discarded", "equal", actual, "invalid")
 
 
 def received_is_planned(facts: Facts) -> Reason | None:
@@ -225,13 +357,13 @@ def received_is_planned(facts: Facts) -> Reason | None:
 
 
 def received_is_requested(facts: Facts) -> Reason | None:
-    """The loaders' totals against the sum of single requests: two counts that meet nowhere else."""
-    received = facts.input["received_bytes"]
-    data_bytes = sum(endpoint["data_bytes"] for endpoint in facts.endpoints)
-    if received is None or _close(received, data_bytes):
-        return None
-    actual = f"{_mb(received)} by the loaders, {_mb(data_bytes)} by single requests"
-    return _reason("received = sum of requests", f"within {_percent(BYTE_TOLERANCE)}", actual, "invalid")
+    """The loaders' totals against the sum of single requests: two counts that meet nowhere else, and equal."""
+    for rank, totals in zip(facts.run.ranks, input_totals(facts.run), strict=True):
+        requested = sum(request.got_bytes for request in rank.requests if request.kind == "data")
+        if totals is not None and totals.received_bytes != requested:
+            actual = f"{totals.received_bytes:,} by the loader, {requested:,} by requests on rank {rank.rank}"
+            return _reason("received = sum of requests", "equal", actual, "invalid")
+    return None
 
 
 def images_add_up(facts: Facts) -> Reason | None:
@@ -278,19 +410,20 @@ def shown_cold(facts: Facts) -> Reason | None:
     if cache["wanted"] != "cold" or cache["state"] == "cold" or not _reads_data(facts):
         return None
     if cache["state"] == "unknown":
-        return _reason("cold start", "bytes shown to come from disk", "server cache unknown", "qualified")
-    if cache["disk_share"] is not None:
+        actual = cache["note"] or "server cache unknown"
+    elif cache["disk_share"] is not None:
         actual = f"{_percent(cache['disk_share'])} of the served bytes were read from disk"
     else:
         actual = f"{_percent(cache['resident_fraction'] or 0)} of the data was in the page cache at the start"
     return _reason("cold start", "bytes shown to come from disk", actual, "qualified")
 
 
-def one_epoch_when_cold(facts: Facts) -> Reason | None:
-    epochs = facts.input["epochs"]
-    if facts.cache["wanted"] != "cold" or epochs is None or epochs <= 1 + 1e-9:
+def read_once_when_cold(facts: Facts) -> Reason | None:
+    share = facts.input["reread_share"]
+    if facts.cache["wanted"] != "cold" or share is None or share <= MAX_REREAD:
         return None
-    return _reason("cold epochs", "at most 1: only the first can be cold", f"{epochs:.2f} read", "qualified")
+    actual = f"{_percent(share, 1)} of the data bytes were read again"
+    return _reason("cold epochs", "each byte read once: only the first time can be cold", actual, "qualified")
 
 
 def real_input(facts: Facts) -> Reason | None:
@@ -313,15 +446,19 @@ def threads_fit_cores(facts: Facts) -> Reason | None:
     cores: dict[str, int] = {}
     for rank in facts.run.ranks:
         environment = rank.start.environment if rank.start else {}
-        if str(environment.get("device", "")).startswith("cuda"):
+        if _on_gpu(rank):
             continue
-        threads[rank.node] = threads.get(rank.node, 0) + int(environment.get("compute_threads") or 0)
-        cores[rank.node] = max(cores.get(rank.node, 0), int(environment.get("num_cpus") or 0))
+        threads[rank.node] = threads.get(rank.node, 0) + _count(environment.get("compute_threads"))
+        cores[rank.node] = max(cores.get(rank.node, 0), _count(environment.get("num_cpus")))
     for node, count in sorted(threads.items()):
         if cores[node] and count > cores[node]:
             actual = f"{count} threads on {cores[node]} cores of {node}"
             return _reason("compute threads", "no more than cores", actual, "qualified")
     return None
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) else 0
 
 
 def host_counters_present(facts: Facts) -> Reason | None:
@@ -349,11 +486,25 @@ def clocks_agree(facts: Facts) -> Reason | None:
         # On one host perf_counter is one clock; between hosts it starts at each one's boot.
         severity: Severity = "invalid" if len(nodes) > 1 else "qualified"
         return _reason("clocks", "each rank's offset to rank 0", f"not measured on {_ranks(silent)}", severity)
+    if apart := _apart_on_one_host(ranks):
+        return _reason("clocks", "one clock on one host", apart, "qualified")
     worst_s = max((rank.clock.uncertainty_s or 0.0 for rank in ranks), default=0.0)
     if facts.interval is None or worst_s <= CLOCK_TOLERANCE * facts.interval.length_s:
         return None
     expected = f"within {_percent(CLOCK_TOLERANCE)} of the interval ({facts.interval.length_s:.3g} s)"
     return _reason("clocks", expected, f"uncertain by {worst_s:.3g} s", "qualified")
+
+
+def _apart_on_one_host(ranks: Sequence[RankTimeline]) -> str:
+    """All processes of a host share one clock, so that offsets between them are noise. Empty where they are."""
+    first: dict[str, RankTimeline] = {}
+    for rank in ranks:
+        other = first.setdefault(rank.node, rank)
+        noise_s = 10 * ((rank.clock.uncertainty_s or 0.0) + (other.clock.uncertainty_s or 0.0)) + SAME_HOST_CLOCK_S
+        for mine_s, theirs_s in zip(rank.clock.offset_s, other.clock.offset_s, strict=False):
+            if abs(mine_s - theirs_s) > noise_s:
+                return f"{abs(mine_s - theirs_s):.3g} s between ranks {other.rank} and {rank.rank} on {rank.node}"
+    return ""
 
 
 RULES: Sequence[Rule] = (
@@ -363,6 +514,8 @@ RULES: Sequence[Rule] = (
     one_recipe,
     one_data_set,
     equal_steps,
+    whole_batches,
+    steps_follow_each_other,
     shared_interval,
     loss_is_a_number,
     loaders_reported,
@@ -376,10 +529,12 @@ RULES: Sequence[Rule] = (
     real_input,
     no_faults,
     shown_cold,
-    one_epoch_when_cold,
+    read_once_when_cold,
     no_retries,
     no_bad_images,
     enough_steps,
+    long_enough,
+    warmed_up,
     spans_make_up_the_step,
     threads_fit_cores,
     little_steal,

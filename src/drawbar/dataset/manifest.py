@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
+from drawbar.dataset.tfrecord import FRAME_BYTES
 from drawbar.errors import DataError
 
 Action = Literal["skipped", "fixed", "kept"]
@@ -39,6 +40,8 @@ class ShardEntry:
             raise DataError(f"shard name {self.name!r}: expected a plain name")
         if len(self.record_bytes) != self.num_records:
             raise DataError(f"shard {self.name}: {self.num_records} records, but {len(self.record_bytes)} sizes")
+        if self.record_bytes and min(self.record_bytes) < FRAME_BYTES:
+            raise DataError(f"shard {self.name}: a record of {min(self.record_bytes)} bytes; a frame has {FRAME_BYTES}")
         if sum(self.record_bytes) != self.size_bytes:
             total = sum(self.record_bytes)
             raise DataError(f"shard {self.name}: its record sizes add up to {total}, not {self.size_bytes} bytes")
@@ -133,7 +136,7 @@ class Manifest:
         """Raises DataError naming `where` for what is no manifest, is newer than this tool, or contradicts itself."""
         try:
             tree = json.loads(text)
-        except (ValueError, UnicodeDecodeError) as error:
+        except (ValueError, UnicodeDecodeError, RecursionError) as error:
             raise DataError(f"{where} is no JSON: {error}") from None
         if not isinstance(tree, dict) or not isinstance(tree.get("schema"), int):
             raise DataError(f"{where} is no manifest of Drawbar: it has no schema number")

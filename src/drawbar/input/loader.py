@@ -234,13 +234,22 @@ class Loader:
             kind = compression_of(first) if whole else ""
             stream = Decompressor(span.key, kind, self._inflation) if kind else None
             splitter = RecordSplitter(span.key, span.start, None if stream else span.end)
+            found = 0
             for body in itertools.chain((first,), bodies):
                 for piece in stream.feed(body) if stream else (body,):
                     self._split_input_bytes += len(piece)
-                    yield from self._split(splitter, span, piece)
+                    for record in self._split(splitter, span, piece):
+                        found += 1
+                        yield record
             if stream:
                 stream.finish()
             splitter.finish()
+            if span.num_records is not None and found != span.num_records:
+                raise DataError(
+                    f"{span.key}: {found} records in bytes {span.start} to {span.end}, the manifest says "
+                    f"{span.num_records}",
+                    hint="manifest and shards do not belong together: pack the set again",
+                )
 
     def _split(self, splitter: RecordSplitter, span: Span, piece: bytes) -> Iterator[Record]:
         for raw in splitter.feed(piece):

@@ -26,6 +26,8 @@ class Span:
     start: int
     end: int
     epoch: int
+    num_records: int | None = None
+    """As the manifest has it; None: unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,8 @@ class Chunk:
 
 def check_plan(shards: Sequence[ShardInfo], *, world_size: int, batch_size: int) -> None:
     """Raises InputError where these shards cannot feed this world."""
+    if not any(shard.size_bytes for shard in shards):
+        raise InputError(f"all {len(shards)} shards are empty")
     counts = [shard.num_records for shard in shards]
     if any(count is None for count in counts):
         if len(shards) < world_size:
@@ -77,7 +81,9 @@ def _cut(shards: Sequence[ShardInfo], order: list[int], first: int, last: int, e
         low, high = max(first - before, 0), min(last - before, len(sizes))
         if low < high:
             offsets = [0, *accumulate(sizes)]
-            yield Span(shard=i, key=shards[i].key, start=offsets[low], end=offsets[high], epoch=epoch)
+            yield Span(
+                shard=i, key=shards[i].key, start=offsets[low], end=offsets[high], epoch=epoch, num_records=high - low
+            )
         before += len(sizes)
 
 

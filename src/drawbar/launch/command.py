@@ -47,6 +47,7 @@ def report(run_dir: Path, json_out: bool) -> Result:
     result = write_result(run_dir)
     page = write_page(run_dir)
     terminal = Terminal(quiet_stdout=json_out)
-    terminal.line(summary_text(result))
+    if not json_out:
+        terminal.line(summary_text(result))
     terminal.line(f"report: {page}")
     return result

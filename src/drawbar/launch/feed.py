@@ -11,12 +11,14 @@ import torch
 
 from drawbar.config import Recipe
 from drawbar.dataset.index import INDEX_VARIABLE, ShardIndex
-from drawbar.dataset.listing import list_shards, split_pattern
+from drawbar.dataset.listing import split_pattern
 from drawbar.input.augment import Pixels
 from drawbar.input.loader import Loader, ReadPlan
 from drawbar.journal import InputTotals, JournalWriter
 from drawbar.launch.environment import EMBEDDED_ENDPOINTS
+from drawbar.launch.listing import list_place
 from drawbar.storage.stores import CountedReader, Credentials, endpoint_of_rank, open_place
+from drawbar.storage.urls import parse_url
 from drawbar.train.loop import HostBatch
 from drawbar.world import World
 
@@ -89,13 +91,13 @@ class DataFeed:
     ) -> None:
         self._recipe, self._world, self._decoders = recipe, world, decoders
         self._pinned = device.type == "cuda"
-        on_s3 = recipe.data.url.startswith("s3://")
+        on_s3 = parse_url(recipe.data.url).on_s3
         address = endpoint_of_rank(addresses(recipe), world.rank) if on_s3 else None
         url, pattern = split_pattern(recipe.data.url)
         place = open_place(url, address, Credentials.from_environment() if on_s3 else None, recipe.storage)
         self._reader = CountedReader(place, recipe.storage, journal.write)
-        self._listing = list_shards(
-            place.store, place.prefix, lambda key, size: self._reader.get(key, 0, size, kind="metadata"), pattern
+        self._listing = list_place(
+            place, url, lambda key, size: self._reader.get(key, 0, size, kind="metadata"), pattern
         )
         index = os.environ.get(INDEX_VARIABLE)
         if index:

@@ -18,15 +18,25 @@ from drawbar.journal import JournalWriter, RunEnd
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _PR_SET_PDEATHSIG = 1
 
+LAUNCHER_PID = "DRAWBAR_LAUNCHER_PID"
+TORCHRUN_PID = "DRAWBAR_TORCHRUN_PID"
+
 
 def block_signals() -> None:
     """Before any thread is started: threads inherit the mask."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 
-def die_with_parent() -> None:
-    """SIGTERM when the launching process is gone, so that no rank outlives a killed launcher."""
+def die_with_parent(parent_variable: str) -> None:
+    """SIGTERM when the parent process is gone, so that nothing outlives a killed launcher.
+
+    `parent_variable` names the environment variable in which the parent left its process id: one that died before this
+    call sends no signal any more.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    expected = os.environ.get(parent_variable)
+    if expected is not None and os.getppid() != int(expected):
+        os._exit(128 + signal.SIGTERM)
 
 
 def watch_signals(journal: JournalWriter, before_exit: Callable[[], None]) -> None:

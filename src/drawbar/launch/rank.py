@@ -38,7 +38,7 @@ class Phase:
 
 def main(run_dir: Path) -> NoReturn:
     last_words.block_signals()
-    last_words.die_with_parent()
+    last_words.die_with_parent(last_words.TORCHRUN_PID)
     world = World.detect()
     _log_to(run_dir / "logs" / f"rank-{world.rank:05d}.log")
     journal = JournalWriter(run_dir / "journal" / f"rank-{world.rank:05d}.jsonl")

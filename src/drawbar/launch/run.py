@@ -16,18 +16,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+import psutil
+
 from drawbar.config import Recipe
 from drawbar.dataset.index import INDEX_NAME, INDEX_VARIABLE, ShardIndex, find_or_scan
-from drawbar.dataset.listing import Listing, list_shards, split_pattern
+from drawbar.dataset.listing import Listing, split_pattern
 from drawbar.errors import DrawbarError, EnvironmentUnfit, InputError, Interrupted, RunFailed
 from drawbar.input.plan import check_plan
 from drawbar.journal import Cache, Clock, Error, JournalWriter, Request, RunEnd, RunStart, Step, Witness
 from drawbar.launch.environment import EMBEDDED_ENDPOINTS, describe, rank_environment
+from drawbar.launch.listing import list_place
 from drawbar.launch.tail import JournalTail
 from drawbar.launch.torchrun import Torchrun
 from drawbar.report.terminal import StepPrinter
 from drawbar.storage import embedded, page_cache
-from drawbar.storage.stores import CountedReader, Credentials, explain, open_place
+from drawbar.storage.stores import CountedReader, Credentials, open_place
+from drawbar.storage.urls import parse_url
 
 _POLL_S = 0.5
 _FILE_WINDOW_BYTES = 64
@@ -156,9 +160,8 @@ def check_storage(recipe: Recipe, status: Callable[[str], None] = lambda text: N
 def _find_storage(recipe: Recipe) -> Storage:
     settings = recipe.storage
     url, pattern = split_pattern(recipe.data.url)
-    if not url.startswith("s3://"):
-        place = open_place(url, None, None, settings)
-        listing = list_shards(place.store, place.prefix, pattern=pattern)
+    if not parse_url(url).on_s3:
+        listing = list_place(open_place(url, None, None, settings), url, pattern=pattern)
         return Storage(endpoints=[], credentials=None, store=None, listing=listing)
     store = None
     if settings.endpoints == "embedded":
@@ -201,13 +204,7 @@ def reserve(storage: Storage) -> AbstractContextManager[None]:
 
 def list_at(recipe: Recipe, endpoint: str, credentials: Credentials) -> Listing:
     url, pattern = split_pattern(recipe.data.url)
-    place = open_place(url, endpoint, credentials, recipe.storage)
-    try:
-        return list_shards(place.store, place.prefix, pattern=pattern)
-    except DrawbarError:
-        raise
-    except Exception as error:
-        raise explain(error, f"{url} at {endpoint}") from error
+    return list_place(open_place(url, endpoint, credentials, recipe.storage), url, pattern=pattern)
 
 
 def embedded_dir(recipe: Recipe) -> Path:
@@ -233,27 +230,30 @@ def make_cold(recipe: Recipe, storage: Storage, journal: JournalWriter) -> Stora
     elif storage.endpoints:
         write("nothing flushed", note="server cache unknown: this store is not ours to flush")
     else:
-        folder = Path(split_pattern(recipe.data.url)[0].removeprefix("file://"))
+        folder = parse_url(split_pattern(recipe.data.url)[0]).folder
         files = [folder / shard.key for shard in storage.listing.shards]
-        write(page_cache.flush(files), page_cache.resident_fraction(files))
+        write(page_cache.flush(files), page_cache.resident_fraction(files), page_cache.doubt(folder))
     return storage
 
 
 def write_witnesses(store: embedded.EmbeddedStore | None, when: str, journal: JournalWriter) -> None:
     if store is None:
         return
-    for endpoint, count in settled_counts(store).items():
+    for endpoint, count in settled_counts(store, silent_ok=when == "after").items():
         journal.write(Witness(when=when, source="gateway", target=endpoint, count_bytes=count))
     journal.write(Witness(when=when, source="volume", target="embedded store", count_bytes=store.disk_read_bytes()))
 
 
-def settled_counts(store: embedded.EmbeddedStore, deadline_s: float = 5.0) -> dict[str, int]:
-    """The gateways' counts once they stand still: a gateway counts a body a moment after the client has it."""
+def settled_counts(store: embedded.EmbeddedStore, *, silent_ok: bool, deadline_s: float = 5.0) -> dict[str, int]:
+    """The gateways' counts once they stand still: a gateway counts a body a moment after the client has it.
+
+    After a run one that no longer answers is left out (`silent_ok`): its witness is missing, and the result says so.
+    """
     end_t = time.monotonic() + deadline_s
-    counts = store.sent_bytes()
+    counts = store.sent_bytes(silent_ok=silent_ok)
     while True:
         time.sleep(0.2)
-        before, counts = counts, store.sent_bytes()
+        before, counts = counts, store.sent_bytes(silent_ok=silent_ok)
         if counts == before or time.monotonic() > end_t:
             return counts
 
@@ -294,7 +294,10 @@ def watch(torchrun: Torchrun, recipe: Recipe, run_dir: Path, console: Console) -
         if shutil.disk_usage(run_dir).free < _FULL_DISK_BYTES:
             # Ranks that could not write their last word look killed.
             raise EnvironmentUnfit(f"the disk of the run directory is full: {run_dir}")
-        raise RanksFailed(f"a rank failed; torchrun ended with {torchrun.returncode}")
+        if torchrun.returncode is not None and torchrun.returncode < 0:
+            name = signal.Signals(-torchrun.returncode).name
+            raise RunFailed(f"torchrun (pid {torchrun.pid}) was killed by {name}; no rank had failed")
+        raise RanksFailed(f"a rank failed; torchrun ended with {torchrun.returncode}: {torchrun.last_words()}")
 
 
 class RanksFailed(RunFailed):
@@ -308,6 +311,7 @@ class StallWatch:
         self._timeout_s = timeout_s
         self._last_t = time.monotonic()
         self._steps_done = dict.fromkeys(range(ranks), 0)
+        self._pids: dict[int, int] = {}
 
     def waiting_for_ranks(self) -> bool:
         """Whether some rank has yet to finish its first step."""
@@ -315,6 +319,8 @@ class StallWatch:
 
     def note(self, rank: int, event: object) -> None:
         self._last_t = time.monotonic()
+        if isinstance(event, RunStart):
+            self._pids[rank] = event.pid
         if isinstance(event, Step):
             self._steps_done[rank] = event.step + 1
 
@@ -323,6 +329,12 @@ class StallWatch:
         silent_s = time.monotonic() - self._last_t
         if silent_s <= self._timeout_s + 10:
             return
+        stopped = [f"rank {rank} (pid {pid})" for rank, pid in self._pids.items() if _is_stopped(pid)]
+        if stopped:
+            raise RunFailed(
+                f"no rank has written anything for {silent_s:.0f} s: {', '.join(stopped)} is stopped",
+                hint="somebody sent it SIGSTOP, or a debugger holds it",
+            )
         fewest = min(self._steps_done.values())
         behind = [str(rank) for rank, done in self._steps_done.items() if done == fewest]
         raise RunFailed(
@@ -330,6 +342,13 @@ class StallWatch:
             + ", ".join(behind),
             hint="launch.stall_timeout_s is how long that may take",
         )
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
 
 
 def _write_end(journal: JournalWriter, error: BaseException) -> None:

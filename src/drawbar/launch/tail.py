@@ -18,7 +18,10 @@ class JournalTail:
         """(rank, event) pairs, in order within a rank."""
         events: list[tuple[int, Event]] = []
         for path in sorted(self._folder.glob("rank-*.jsonl")):
-            rank = int(path.stem.removeprefix("rank-"))
+            number = path.stem.removeprefix("rank-")
+            if not number.isdecimal() or not path.is_file():
+                continue  # not a rank's; the judgement names it
+            rank = int(number)
             with path.open("rb") as file:
                 file.seek(self._read_bytes.get(path, 0))
                 text = file.read()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
+
+from drawbar.launch.last_words import LAUNCHER_PID
 
 
 def command(run_dir: Path, ranks: int) -> list[str]:
@@ -43,12 +47,14 @@ class Torchrun:
     passes it on, so that each rank hears it once."""
 
     def __init__(self, run_dir: Path, ranks: int, env: Mapping[str, str]) -> None:
-        log = run_dir / "logs" / "torchrun.log"
+        # torch leaves folders in TMPDIR; this one goes with the run.
+        self._temporary = tempfile.TemporaryDirectory(prefix="drawbar-", ignore_cleanup_errors=True)
+        self._log = log = run_dir / "logs" / "torchrun.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
             self._process = subprocess.Popen(
                 command(run_dir, ranks),
-                env=dict(env),
+                env={**env, LAUNCHER_PID: str(os.getpid()), "TMPDIR": self._temporary.name},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -62,6 +68,15 @@ class Torchrun:
     @property
     def returncode(self) -> int | None:
         return self._process.returncode
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def last_words(self) -> str:
+        """The last line of its log: where a rank could not even start, the reason stands only there."""
+        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines()]
+        return next((line[:300] for line in reversed(lines) if line.strip("=- ")), "its log is empty")
 
     def remember_children(self) -> None:
         """Ranks lead sessions of their own; known while their parent lives, they can be ended after it."""
@@ -93,3 +108,4 @@ class Torchrun:
             except psutil.Error:
                 pass
         psutil.wait_procs(alive, timeout=5)
+        self._temporary.cleanup()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from torch.distributed.run import main
+import os
 
-from drawbar.launch.last_words import die_with_parent
+from drawbar.launch.last_words import LAUNCHER_PID, TORCHRUN_PID, die_with_parent
 
 if __name__ == "__main__":
-    die_with_parent()
+    # Before torch is imported, which takes seconds in which the launcher may die.
+    die_with_parent(LAUNCHER_PID)
+    os.environ[TORCHRUN_PID] = str(os.getpid())
+    from torch.distributed.run import main
+
     main()

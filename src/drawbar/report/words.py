@@ -115,8 +115,10 @@ def cache_sentence(result: Result) -> str:
         shares.append(f"{percent(cache['disk_share'])} read from disk ({served})")
     if cache["resident_fraction"] is not None:
         shares.append(f"{percent(cache['resident_fraction'], 1)} of the data in the page cache at the start")
-    if cache["state"] == "unknown":
+    if cache["state"] == "unknown" and not cache["note"]:
         shares.append("server cache unknown")
+    if (result["input"]["reread_share"] or 0) > 0:
+        shares.append(f"{percent(result['input']['reread_share'], 1)} of the data bytes were read again")
     state = {"cold": "shown cold", "unknown": "not shown cold"}.get(cache["state"], cache["state"])
     return "; ".join([f"wanted {cache['wanted']}, {state}", *shares, *filter(None, [cache["method"], cache["note"]])])
 

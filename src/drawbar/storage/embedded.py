@@ -20,6 +20,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import threading
@@ -36,6 +37,7 @@ from obstore.store import S3Store
 
 from drawbar.errors import EnvironmentUnfit, InputError
 from drawbar.storage import page_cache, seaweed
+from drawbar.storage.hold import hold
 
 _STATE_HOME = Path(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"))
 DEFAULT_DIRECTORY = _STATE_HOME / "drawbar" / "s3"
@@ -64,18 +66,20 @@ class EmbeddedStore:
     gateway_pids: list[int]
     version: str
 
-    def sent_bytes(self) -> dict[str, int]:
+    def sent_bytes(self, *, silent_ok: bool = False) -> dict[str, int]:
         """Bytes of GET bodies that each endpoint has sent since it was started, all buckets summed.
 
         Exact, but a body is counted up to some milliseconds after the client has its last byte: after the last GET
         ask again until the count stands still.
 
-        Raises EnvironmentUnfit where a gateway does not answer.
+        Raises EnvironmentUnfit where a gateway does not answer; with `silent_ok` that one is left out.
         """
         counts: dict[str, int] = {}
         for endpoint, url in zip(self.endpoints, self.metrics_urls, strict=True):
             answer = seaweed.ask("GET", url)
             if answer is None or answer[0] != 200:
+                if silent_ok:
+                    continue
                 raise EnvironmentUnfit(f"no metrics from {url}", hint="drawbar s3 status")
             counts[endpoint] = sum(int(float(value)) for value in _SENT.findall(answer[1].decode()))
         return counts
@@ -203,7 +207,7 @@ def find(directory: Path) -> EmbeddedStore:
     if state is None or not state.any_alive():
         raise _not_running(directory)
     if dead := state.dead():
-        raise EnvironmentUnfit(f"the embedded store has lost {seaweed.describe(dead)}", hint="drawbar s3 up")
+        raise EnvironmentUnfit(f"the embedded store has lost {seaweed.describe(dead)}", hint=command("up", directory))
     return _running(state)
 
 
@@ -221,16 +225,16 @@ def status(directory: Path) -> StoreStatus:
     )
 
 
-def down(directory: Path, *, grace_s: float = _GRACE_S) -> bool:
+def down(directory: Path, *, grace_s: float = _GRACE_S, force: bool = False) -> bool:
     """Stops what of the store is alive and keeps its data; True where something was.
 
     SIGTERM, then SIGKILL once the volumes are closed, at the latest after `grace_s` seconds. Raises EnvironmentUnfit
-    for a process that even so does not go.
+    for a process that even so does not go, and where a run reads from the store, unless `force` is set.
     """
     directory = directory.absolute()
     if not (directory / "store.json").exists():
         return False
-    with _locked(directory):
+    with contextlib.nullcontext() if force else reserved(directory), _locked(directory):
         state = _load(directory)
         return state is not None and _stop(state, state.processes, grace_s)
 
@@ -258,25 +262,16 @@ def restart_cold(directory: Path) -> tuple[EmbeddedStore, ColdStart]:
         return _running(state), ColdStart(method=method, resident_fraction=fraction, note=_warm_note(files, fraction))
 
 
-@contextlib.contextmanager
-def reserved(directory: Path) -> Iterator[None]:
+def reserved(directory: Path) -> contextlib.AbstractContextManager[None]:
     """Keeps the store for one run: another one would restart it cold under its ranks, or be counted with it.
 
-    Raises EnvironmentUnfit where another run holds it. The hold ends with the process, however it ends.
+    Raises EnvironmentUnfit where another run holds it.
     """
-    with (directory / "run.lock").open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise EnvironmentUnfit(
-                f"the embedded store in {directory} is in use by another run (pid {file.read().strip()})",
-                hint="wait for it, or use a store of your own: drawbar s3 up --dir",
-            ) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield
+    return hold(
+        directory / "run.lock",
+        f"the embedded store in {directory} is in use by another run",
+        "wait for it, or use a store of your own (drawbar s3 up --dir); drawbar s3 down --force stops it",
+    )
 
 
 def ensure_bucket(store: EmbeddedStore, bucket: str) -> None:
@@ -422,8 +417,13 @@ def _process_status(process: seaweed.Process) -> ProcessStatus:
     )
 
 
+def command(name: str, directory: Path) -> str:
+    """What to type to get at the store in `directory`."""
+    return f"drawbar s3 {name}" + (f" --dir {shlex.quote(str(directory))}" if directory != DEFAULT_DIRECTORY else "")
+
+
 def _not_running(directory: Path) -> EnvironmentUnfit:
-    return EnvironmentUnfit(f"no embedded store is running in {directory}", hint="drawbar s3 up")
+    return EnvironmentUnfit(f"no embedded store is running in {directory}", hint=command("up", directory))
 
 
 def _warm_note(files: list[Path], fraction: float | None) -> str:

@@ -15,12 +15,17 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+import psutil
+
 from drawbar.errors import EnvironmentUnfit, InputError
 
 _WINDOW_BYTES = 1 << 30
 """Mapped at a time. A multiple of every page size; mincore's answer is one byte a page, so 256 KiB for 4 KiB pages."""
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 _MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+_DISK_FILE_SYSTEMS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs"}
 
 
 def flush(paths: Iterable[Path], *, whole_host: bool = False) -> str:
@@ -123,3 +128,14 @@ def _drop_caches() -> str:
     except OSError as error:
         return f"the host's other pages left alone: {_DROP_CACHES}: {error.strerror}"
     return "drop_caches on the whole host"
+
+
+def doubt(folder: Path) -> str:
+    """Why an empty page cache is no proof of a cold start there; empty for a file system on a local disk."""
+    # The longest mount point that the folder lies under is the one it lies on.
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(mount.mountpoint)]
+    mount = max(mounts, key=lambda mount: len(mount.mountpoint), default=None)
+    if mount is not None and mount.fstype in _DISK_FILE_SYSTEMS and not mount.device.startswith("/dev/loop"):
+        return ""
+    what = f"{mount.fstype} on {mount.device}" if mount else "its file system"
+    return f"{what} is not known to be a local disk: what lies behind it may have the data cached"

@@ -14,19 +14,19 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
-from urllib.parse import urlsplit
 
 import obstore
-from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.exceptions import BaseError, PermissionDeniedError, PreconditionError, UnauthenticatedError
 from obstore.store import LocalStore, ObjectStore, S3Store
 
 from drawbar.config import Storage
-from drawbar.errors import DrawbarError, EnvironmentUnfit, InputError, RunFailed
+from drawbar.errors import DataError, DrawbarError, EnvironmentUnfit, InputError, RunFailed
 from drawbar.journal import Request
+from drawbar.storage.urls import parse_url
 
 _STATUS = re.compile(r"status code: (\d{3})")
 """obstore gives the HTTP status of an error only in its words."""
+_PERMANENT = (FileNotFoundError, PermissionDeniedError, PreconditionError, UnauthenticatedError)
 _FIRST_BACKOFF_S = 0.1
 _LAST_BACKOFF_S = 5.0
 
@@ -84,16 +84,16 @@ def open_place(
 
     Raises InputError for a folder that is not there.
     """
-    parts = urlsplit(url)
-    if parts.scheme != "s3":
-        folder = Path(parts.path)
+    where = parse_url(url)
+    if not where.on_s3:
+        folder = where.folder
         if not create and not folder.is_dir():
             raise InputError(f"no such folder: {folder}", hint="data.url is s3://bucket/prefix or a folder of shards")
         return Place(store=LocalStore(folder, mkdir=create), prefix="", endpoint="file")
     if endpoint is None or credentials is None:
         raise InputError(f"{url} needs an endpoint and credentials")
     store = S3Store(
-        parts.netloc,
+        where.bucket,
         endpoint=endpoint,
         access_key_id=credentials.access_key_id,
         secret_access_key=credentials.secret_access_key,
@@ -107,7 +107,7 @@ def open_place(
         retry_config={"max_retries": 0},
         **({"session_token": credentials.session_token} if credentials.session_token else {}),  # type: ignore[arg-type]
     )
-    return Place(store=store, prefix=parts.path.strip("/"), endpoint=endpoint)
+    return Place(store=store, prefix=where.path, endpoint=endpoint)
 
 
 def explain(error: Exception, where: str) -> DrawbarError:
@@ -122,6 +122,8 @@ def explain(error: Exception, where: str) -> DrawbarError:
         return EnvironmentUnfit(
             f"access refused: {where}", hint="check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and the bucket's policy"
         )
+    if isinstance(error, PreconditionError) or code == 412:
+        return DataError(f"object was replaced during the run: {where}")
     if "kind: Connect" in text or "error trying to connect" in text:
         return EnvironmentUnfit(
             f"endpoint does not answer: {where}", hint="is the store up (`drawbar s3 status`), the address right?"
@@ -150,10 +152,11 @@ class CountedReader:
         self.failed_bytes = 0
         """Of those, the ones of tries that failed (a short body)."""
 
-    def get(self, key: str, start: int, end: int, *, kind: str = "data") -> bytes:
-        """Bytes [start, end) of an object.
+    def get(self, key: str, start: int, end: int, *, kind: str = "data", e_tag: str | None = None) -> bytes:
+        """Bytes [start, end) of an object, which must still be the version with this ETag where one is given.
 
-        Raises InputError (not there), EnvironmentUnfit (refused, no answer) or RunFailed after the last try.
+        Raises InputError (not there), DataError (replaced), EnvironmentUnfit (refused, no answer) or RunFailed after
+        the last try.
         """
         if kind == "data":
             with self._lock:
@@ -161,20 +164,26 @@ class CountedReader:
         attempt = 0
         while True:
             try:
-                return self._try(key, start, end, kind, attempt)
+                return self._try(key, start, end, kind, attempt, e_tag)
             except (BaseError, ShortBody, OSError) as error:
-                permanent = isinstance(error, (FileNotFoundError, PermissionDeniedError, UnauthenticatedError))
-                if permanent or attempt >= self._retries:
+                if isinstance(error, _PERMANENT) or attempt >= self._retries:
+                    if kind == "data":
+                        # Will not arrive: it must not count as missing in the byte balance.
+                        with self._lock:
+                            self.planned_bytes -= end - start
                     raise explain(error, self.place.describe(key)) from error
             attempt += 1
             # Full jitter, so that ranks that failed together do not come back together.
             time.sleep(random.uniform(0.5, 1.0) * min(_LAST_BACKOFF_S, _FIRST_BACKOFF_S * 2**attempt))
 
-    def _try(self, key: str, start: int, end: int, kind: str, attempt: int) -> bytes:
+    def _try(self, key: str, start: int, end: int, kind: str, attempt: int, e_tag: str | None) -> bytes:
         begin_t = time.perf_counter()
         first_byte_s, got, error = 0.0, 0, ""
         try:
-            response = obstore.get(self.place.store, key, options={"range": (start, end)})
+            options: obstore.GetOptions = {"range": (start, end)}
+            if e_tag is not None:
+                options["if_match"] = e_tag
+            response = obstore.get(self.place.store, key, options=options)
             first_byte_s = time.perf_counter() - begin_t
             body = response.bytes().to_bytes()
             got = len(body)
