@@ -352,6 +352,7 @@ def test_a_run_over_compressed_shards_accounts_for_every_byte(foreign: embedded.
 
 
 @pytest.mark.run
+@pytest.mark.timeout(240)  # two runs
 def test_ranks_share_the_only_shard_of_a_foreign_set_by_an_index_made_before_the_cold_start(
     foreign: embedded.EmbeddedStore, tmp_path: Path
 ) -> None:

@@ -183,9 +183,7 @@ def leaves(rng: np.random.Generator, height: int, width: int, count: int) -> Byt
     return scene
 
 
-def _object_tables(
-    rng: np.random.Generator, num_objects: int, shown: float
-) -> tuple[Plane, tuple[Plane, Plane], Plane, Plane]:
+def _object_tables(rng: np.random.Generator, look: _Look) -> tuple[Plane, tuple[Plane, Plane], Plane, Plane]:
     """Per object: brightness, both chroma levels, roughness, and how strongly the class pattern shows on it."""
 
     def table(values: Any) -> Plane:
