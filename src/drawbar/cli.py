@@ -52,6 +52,12 @@ OnBadOption = Annotated[
 Workers = Annotated[int, typer.Option(min=0, help="Worker processes; 0: one per core.")]
 Overwrite = Annotated[bool, typer.Option(help="Replace a set that is there.")]
 Endpoint = Annotated[str | None, typer.Option(help="S3 address.  [default: the embedded store, else AWS_ENDPOINT_URL]")]
+MakeDest = Annotated[str, typer.Argument(help="Folder; with --shards also s3://bucket/prefix.")]
+NumImages = Annotated[int, typer.Option(min=1, help="Number of images.")]
+MakeSeed = Annotated[int, typer.Option(min=0, help="Same seed, same bytes.")]
+StraightToShards = Annotated[
+    int | None, typer.Option("--shards", help="Write this many shards instead of files.  [default: files]")
+]
 PackStoreDir = Annotated[Path | None, typer.Option("--store-dir", help="Folder of the embedded store.")]
 
 
@@ -181,17 +187,65 @@ def _finish_run(result: Any, json_out: bool) -> None:
     "imagenet-like", epilog="Example: drawbar data make imagenet-like images --images 2048 --classes 1000"
 )
 def make_imagenet_like(
-    dest: Annotated[Path, typer.Argument(help="Folder for the class sub-folders.")],
-    images: Annotated[int, typer.Option(min=1, help="Number of images.")] = 2048,
+    dest: MakeDest,
+    images: NumImages = 2048,
     classes: Annotated[int, typer.Option(min=1, max=1000, help="Number of classes.")] = 1000,
-    seed: Annotated[int, typer.Option(min=0, help="Same seed, same bytes.")] = 1,
-    workers: Annotated[int, typer.Option(min=0, help="Worker processes; 0: one per core.")] = 0,
+    size: Annotated[int | None, typer.Option(help="Long side of an average image in pixels.  [default: 500]")] = None,
+    seed: MakeSeed = 1,
+    workers: Workers = 0,
+    shards: StraightToShards = None,
+    split: Split = "train",
+    endpoint: Endpoint = None,
+    store_dir: PackStoreDir = None,
     json_out: JsonFlag = False,
 ) -> None:
     """Real JPEG files of ImageNet's shape: about 110 kB, around 500 x 375, learnable classes."""
-    from drawbar.data_commands import make
+    from drawbar.data_commands import PackOptions, make, make_shards
 
-    make(dest, images=images, classes=classes, seed=seed, workers=workers, json_out=json_out)
+    if shards is None:
+        make(Path(dest), images=images, classes=classes, seed=seed, workers=workers, size=size, json_out=json_out)
+        return
+    options = PackOptions(
+        shards=shards,
+        split=split,
+        seed=seed,
+        workers=workers,
+        endpoint=endpoint,
+        store_dir=store_dir,
+        json_out=json_out,
+    )
+    make_shards(dest, images=images, classes=classes, size=size, options=options)
+
+
+@make_app.command("coco-like", epilog="Example: drawbar data make coco-like coco --images 1000")
+def make_coco_like(
+    dest: MakeDest,
+    images: NumImages = 1000,
+    size: Annotated[int | None, typer.Option(help="Long side of the images in pixels.  [default: 640]")] = None,
+    seed: MakeSeed = 1,
+    workers: Workers = 0,
+    shards: StraightToShards = None,
+    split: Split = "train",
+    endpoint: Endpoint = None,
+    store_dir: PackStoreDir = None,
+    json_out: JsonFlag = False,
+) -> None:
+    """Scenes of several objects with boxes and masks, and their COCO annotation file."""
+    from drawbar.data_commands import PackOptions, make_coco, make_coco_shards
+
+    if shards is None:
+        make_coco(Path(dest), images=images, split=split, seed=seed, workers=workers, size=size, json_out=json_out)
+        return
+    options = PackOptions(
+        shards=shards,
+        split=split,
+        seed=seed,
+        workers=workers,
+        endpoint=endpoint,
+        store_dir=store_dir,
+        json_out=json_out,
+    )
+    make_coco_shards(dest, images=images, size=size, options=options)
 
 
 @pack_app.command("folder", epilog="Example: drawbar data pack folder images s3://imagenet-like/train --shards 16")
@@ -285,6 +339,49 @@ def pack_imagenet(
     )
     files = ImageNetFiles(labels=labels, class_ids=class_ids, synsets=synsets, words=words, boxes=boxes)
     pack(source, dest, files, options)
+
+
+@pack_app.command("coco", epilog="Example: drawbar data pack coco coco2017 s3://coco/train")
+def pack_coco(
+    source: Annotated[
+        Path,
+        typer.Argument(help="COCO's folder (annotations/ beside train2017/ or train2017.zip), or an annotation file."),
+    ],
+    dest: PackDest,
+    shards: Annotated[int, typer.Option(help="Number of shards.")] = 32,
+    split: Split = "train",
+    annotations: Annotated[
+        Path | None, typer.Option(help="Annotation file.  [default: SRC/annotations/instances_SPLIT*.json]")
+    ] = None,
+    images: Annotated[
+        Path | None, typer.Option(help="Folder or zip of the images.  [default: named as the annotations]")
+    ] = None,
+    captions: Annotated[Path | None, typer.Option(help="Captions file.  [default: the one beside, if any]")] = None,
+    masks: Annotated[bool, typer.Option(help="Store a PNG mask per object.")] = True,
+    seed: ShuffleSeed = 1,
+    on_bad: OnBadOption = "fix",
+    workers: Workers = 0,
+    overwrite: Overwrite = False,
+    endpoint: Endpoint = None,
+    store_dir: PackStoreDir = None,
+    json_out: JsonFlag = False,
+) -> None:
+    """COCO 2017, or any set in its format, with the TF object-detection record schema."""
+    from drawbar.data_commands import PackOptions
+    from drawbar.data_commands import pack_coco as pack
+
+    options = PackOptions(
+        shards=shards,
+        split=split,
+        seed=seed,
+        on_bad=on_bad,
+        workers=workers,
+        overwrite=overwrite,
+        endpoint=endpoint,
+        store_dir=store_dir,
+        json_out=json_out,
+    )
+    pack(source, dest, annotations=annotations, images=images, captions=captions, masks=masks, options=options)
 
 
 @data_app.command(epilog="Example: drawbar data check s3://imagenet/train --sample 0.01")

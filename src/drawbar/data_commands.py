@@ -6,7 +6,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -64,20 +65,31 @@ class StageProgress:
 
 
 def make(
-    dest: Path, *, images: int, classes: int, seed: int, workers: int, json_out: bool = False, quiet: bool = False
+    dest: Path,
+    *,
+    images: int,
+    classes: int,
+    seed: int,
+    workers: int,
+    size: int | None = None,
+    json_out: bool = False,
+    quiet: bool = False,
 ) -> None:
-    # The generator's imports are not needed by any other command.
+    # The generators' imports are not needed by any other command.
+    from drawbar.dataset import picture
     from drawbar.dataset.synthetic import make_imagenet_like
 
     terminal = Terminal(quiet_stdout=json_out or quiet)
-    try:
+    with _written(dest, terminal):
         stats = make_imagenet_like(
-            dest, num_images=images, num_classes=classes, seed=seed, workers=workers, progress=StageProgress(terminal)
+            dest,
+            num_images=images,
+            num_classes=classes,
+            seed=seed,
+            size=size or picture.FULL_SIZE,
+            workers=workers,
+            progress=StageProgress(terminal),
         )
-    except OSError as error:
-        raise InputError(f"cannot write {dest}: {error.strerror or error}") from None
-    finally:
-        terminal.close()
     row = {
         "dest": str(dest),
         "images": images,
@@ -86,12 +98,88 @@ def make(
         "mean_bytes": stats.mean_bytes,
         "total_bytes": stats.total_bytes,
     }
-    _report(
-        terminal,
-        row,
-        json_out,
-        f"{images} images in {classes} classes, {stats.mean_bytes / 1e3:.1f} kB on average, in {dest}",
-    )
+    text = f"{images} images in {classes} classes, {stats.mean_bytes / 1e3:.1f} kB on average, in {dest}"
+    _report(terminal, row, json_out, text)
+
+
+def make_coco(
+    dest: Path, *, images: int, split: str, seed: int, workers: int, size: int | None = None, json_out: bool = False
+) -> None:
+    from drawbar.dataset import coco_scene
+    from drawbar.dataset.coco_like import make_coco_like
+
+    terminal = Terminal(quiet_stdout=json_out)
+    with _written(dest, terminal):
+        stats = make_coco_like(
+            dest,
+            num_images=images,
+            seed=seed,
+            split=split,
+            image_size=size or coco_scene.FULL_SIZE,
+            workers=workers,
+            progress=StageProgress(terminal),
+        )
+    row = {
+        "dest": str(dest),
+        "annotations": str(stats.annotations),
+        "images": images,
+        "split": split,
+        "seed": seed,
+        "total_bytes": stats.total_bytes,
+    }
+    text = f"{images} images, {stats.total_bytes / 1e6:.1f} MB, in {dest}; annotations: {stats.annotations}"
+    _report(terminal, row, json_out, text)
+
+
+@contextmanager
+def _written(dest: Path, terminal: Terminal) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"cannot write {dest}: {error.strerror or error}") from None
+    finally:
+        terminal.close()
+
+
+def make_shards(dest: str, *, images: int, classes: int, size: int | None, options: PackOptions) -> None:
+    """The records of `make` without the files: straight to shards."""
+    from drawbar.dataset import picture
+    from drawbar.dataset.synthetic import ImagenetLikeSet, SyntheticSource
+
+    wanted = ImagenetLikeSet(images, classes, options.seed, size or picture.FULL_SIZE)
+    pack_source(lambda progress: SyntheticSource(wanted), dest, "imagenet", options)
+
+
+def make_coco_shards(dest: str, *, images: int, size: int | None, options: PackOptions) -> None:
+    """The records of `make_coco` without the files: straight to shards."""
+    from drawbar.dataset import coco_scene
+    from drawbar.dataset.coco_like import CocoLikeSet, SyntheticCocoSource
+
+    wanted = CocoLikeSet(images, options.seed, options.split, size or coco_scene.FULL_SIZE)
+    pack_source(lambda progress: SyntheticCocoSource(wanted), dest, "coco", options)
+
+
+def pack_coco(
+    source: Path,
+    dest: str,
+    *,
+    annotations: Path | None,
+    images: Path | None,
+    captions: Path | None,
+    masks: bool,
+    options: PackOptions,
+) -> None:
+    from drawbar.dataset.coco import find_layout, open_coco
+
+    layout = find_layout(source, options.split, annotations=annotations, images=images, captions=captions)
+
+    def listed(progress: Progress) -> Source:
+        def of_bytes(done: int, total: int) -> None:
+            progress("read annotations (MB)", done // 1_000_000, total // 1_000_000)
+
+        return open_coco(layout, masks=masks, on_bad=cast(OnBad, options.on_bad), progress=of_bytes)
+
+    pack_source(listed, dest, "coco", options)
 
 
 def pack_folder(source: Path, dest: str, classes: Path | None, options: PackOptions) -> None:
