@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from drawbar.storage import embedded
+
+# A script that runs the tests in the background makes them, and all that they start, deaf to Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SKIPPED: list[tuple[str, str]] = []
 """Test and reason of every skip so far; judged by the last test of all."""

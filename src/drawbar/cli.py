@@ -94,8 +94,8 @@ def _raise_on_signals() -> None:
         raise Interrupted(f"interrupted by {signal.Signals(number).name}")
 
     for number in numbers:
-        # A command started with nohup keeps ignoring SIGHUP.
-        if signal.getsignal(number) is not signal.SIG_IGN:
+        # nohup means it. SIGINT is ignored in whatever a script starts in the background, without anybody meaning it.
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, stop)
 
 
