@@ -274,6 +274,7 @@ class StallWatch:
         self._last_t = time.monotonic()
         self._steps_done = dict.fromkeys(range(ranks), 0)
         self._pids: dict[int, int] = {}
+        self._some_rank_failed = False
 
     def waiting_for_ranks(self) -> bool:
         """Whether some rank has yet to finish its first step."""
@@ -285,18 +286,24 @@ class StallWatch:
             self._pids[rank] = event.pid
         if isinstance(event, Step):
             self._steps_done[rank] = event.step + 1
+        if isinstance(event, Error):
+            self._some_rank_failed = True
 
     def check(self) -> None:
         # Ranks end themselves after the time-out, with a better reason; this is for those that cannot.
         silent_s = time.monotonic() - self._last_t
-        if silent_s <= self._timeout_s + 10:
+        overdue = silent_s > self._timeout_s + 10
+        if not overdue and not self._some_rank_failed:
             return
+        # A stopped rank makes the others fail first. It must be seen before torchrun kills it, 30 s after that.
         stopped = [f"rank {rank} (pid {pid})" for rank, pid in self._pids.items() if _is_stopped(pid)]
         if stopped:
             raise RunFailed(
-                f"no rank has written anything for {silent_s:.0f} s: {', '.join(stopped)} is stopped",
+                f"the ranks wait in vain: {', '.join(stopped)} is stopped",
                 hint="somebody sent it SIGSTOP, or a debugger holds it",
             )
+        if not overdue:
+            return
         fewest = min(self._steps_done.values())
         behind = [str(rank) for rank, done in self._steps_done.items() if done == fewest]
         raise RunFailed(
