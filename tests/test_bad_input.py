@@ -200,13 +200,13 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_packed(tmp_path: Path) -> None:
-    finished = drawbar("data", "pack", tmp_path / "none", tmp_path / "out")
+    finished = drawbar("data", "pack", "folder", tmp_path / "none", tmp_path / "out")
     assert finished.code == 2
     assert str(tmp_path / "none") in finished.error_line
     (tmp_path / "flat").mkdir()
     (tmp_path / "flat" / "a.JPEG").write_bytes(image(1))
-    assert drawbar("data", "pack", tmp_path / "flat", tmp_path / "out").code == 2
-    assert drawbar("data", "pack", tmp_path / "flat", "gs://bucket/x").code == 2
+    assert drawbar("data", "pack", "folder", tmp_path / "flat", tmp_path / "out").code == 2
+    assert drawbar("data", "pack", "folder", tmp_path / "flat", "gs://bucket/x").code == 2
 
 
 # Found while running: the run fails, the journal and result say why

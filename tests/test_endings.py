@@ -129,7 +129,7 @@ def test_a_gateway_that_no_rank_used_may_die(recipe: Path, tmp_path: Path) -> No
     try:
         images = tmp_path / "images"
         assert drawbar("data", "make", "imagenet-like", images, "--images", "64", "--classes", "8").code == 0
-        assert drawbar("data", "pack", images, "s3://gate/train", "--store-dir", store.directory).code == 0
+        assert drawbar("data", "pack", "folder", images, "s3://gate/train", "--store-dir", store.directory).code == 0
         process = start(
             *("run", recipe, "--out", tmp_path / "run", "--set", f"storage.embedded_dir={store.directory}"),
             *("--set", "data.url=s3://gate/train", "--set", "train.steps=300"),

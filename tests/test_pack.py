@@ -1,4 +1,4 @@
-"""Packing, the manifest, the listing, and JPEG headers: from folders of real files to shards and back."""
+"""Packing, the manifest and the listing: from folders of real files to shards and back."""
 
 from __future__ import annotations
 
@@ -9,22 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import google_crc32c
-import numpy as np
 import obstore
 import pytest
-import simplejpeg
 from obstore.store import LocalStore, MemoryStore, ObjectStore, S3Store
 
-from drawbar.dataset import pack as packing
+from drawbar.dataset.destination import Destination, FolderDestination, StoreDestination
 from drawbar.dataset.example import decode_example, parse_image_example
-from drawbar.dataset.jpeg import HeaderCut, check_trainable, parse_header
+from drawbar.dataset.fix import fix_image
+from drawbar.dataset.folder import scan_folder
+from drawbar.dataset.items import Item
+from drawbar.dataset.jpeg import MAX_PIXELS, check_trainable
+from drawbar.dataset.labelled import LabelledSource
 from drawbar.dataset.listing import list_shards
 from drawbar.dataset.manifest import MANIFEST_NAME, BadFile, Manifest, ShardEntry
-from drawbar.dataset.pack import pack_folder
+from drawbar.dataset.pack import pack
+from drawbar.dataset.shard_writer import OnBad, PackSettings
 from drawbar.dataset.tfrecord import RawRecord, RecordSplitter
 from drawbar.errors import DataError, InputError
 from drawbar.storage import embedded
+from tests.image_files import jpeg, other_formats, rotated, ycck
 
+OTHER = other_formats()
 KEYS = {
     "image/height",
     "image/width",
@@ -44,26 +49,33 @@ KEYS = {
 }
 
 
-def jpeg(number: int = 0, height: int = 40, width: int = 60, colorspace: str = "RGB") -> bytes:
-    channels = {"RGB": 3, "GRAY": 1, "CMYK": 4}[colorspace]
-    pixels = np.random.default_rng(number).integers(0, 256, (height, width, channels), np.uint8)
-    sampling = "Gray" if colorspace == "GRAY" else "444" if colorspace == "CMYK" else "420"
-    data: bytes = simplejpeg.encode_jpeg(pixels, colorspace=colorspace, colorsubsampling=sampling)
-    return data
-
-
-PNG = b"\x89PNG\r\n\x1a\n" + bytes(100)
-CMYK_FRAME = bytes.fromhex(
-    "ffd8 ffee000e 41646f6265 0064 0000 0000 02 ffc0 0014 08 0010 0020 04 012200 021100 031100 042200"
-)
 BAD = {
-    "n01/png.JPEG": (PNG, "PNG, not JPEG"),
-    "n01/empty.jpg": (b"", "empty file"),
-    "n02/cmyk.JPEG": (CMYK_FRAME + b"\xff\xd9", "YCCK JPEG (4 components)"),
-    "n02/head.jpeg": (jpeg()[:100], "truncated JPEG header"),
-    "n03/body.JPG": (jpeg(9)[:-40], "truncated JPEG: no end-of-image marker"),
-    "n03/text.jpg": (b"<html>not found</html>", "not JPEG: begins with 3c 68 74 6d"),
+    "n01/png.JPEG": (OTHER["PNG"], "PNG, not JPEG", "fixed"),
+    "n01/empty.jpg": (b"", "empty file", "skipped"),
+    "n02/cmyk.JPEG": (ycck(), "YCCK JPEG (4 components)", "fixed"),
+    "n02/head.jpeg": (jpeg()[:100], "truncated JPEG header", "skipped"),
+    "n03/body.JPG": (jpeg(9)[:-40], "truncated JPEG: no end-of-image marker", "skipped"),
+    "n03/text.jpg": (b"<html>not found</html>", "not JPEG: begins with 3c 68 74 6d", "skipped"),
+    "n03/webp.webp": (OTHER["WebP"], "WebP, not JPEG", "fixed"),
 }
+
+
+def pack_folder(
+    source: Path,
+    dest: str | Path | Destination,
+    *,
+    num_shards: int,
+    split: str = "train",
+    seed: int = 1,
+    on_bad: OnBad = "fail",
+    max_pixels: int = MAX_PIXELS,
+    classes: Path | None = None,
+    **how: Any,
+) -> Manifest:
+    if isinstance(dest, str | Path):
+        dest = FolderDestination(Path(dest))
+    settings = PackSettings(num_shards, split, seed, on_bad, max_pixels=max_pixels)
+    return pack(scan_folder(source, classes), dest, settings, **how)
 
 
 @pytest.fixture
@@ -82,12 +94,12 @@ def source(tmp_path: Path) -> Path:
 
 
 def add_bad(source: Path) -> None:
-    for path, (data, _) in BAD.items():
+    for path, (data, _, _) in BAD.items():
         (source / path).write_bytes(data)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
 
 
 def records(data: bytes, shard: str = "s") -> list[RawRecord]:
@@ -97,64 +109,14 @@ def records(data: bytes, shard: str = "s") -> list[RawRecord]:
     return found
 
 
-# JPEG headers
-
-
-def test_headers_of_real_files() -> None:
-    header = check_trainable(jpeg(height=33, width=47))
-    assert (header.width, header.height, header.components) == (47, 33, 3)
-    assert header.sampling == ((2, 2), (1, 1), (1, 1))
-    assert not header.progressive
-    assert check_trainable(jpeg(colorspace="GRAY")).components == 1
-    assert check_trainable(jpeg() + b"bytes behind the end").width == 60
-    comment = b"\xff\xd8" + b"\xff" * 3 + b"\xfe\x00\x05abc" + jpeg()[2:]  # fill bytes, a comment
-    assert check_trainable(comment).height == 40
-
-
-def test_progressive_and_adobe() -> None:
-    data = jpeg()
-    at = parse_header(data).frame_offset
-    assert data[at : at + 2] == b"\xff\xc0"
-    assert parse_header(data[:at] + b"\xff\xc2" + data[at + 2 :]).progressive
-    assert parse_header(CMYK_FRAME).adobe_transform == 2
-    assert parse_header(CMYK_FRAME).components == 4
-
-
-@pytest.mark.parametrize("length", range(1, 150, 7))
-def test_a_beginning_is_told_from_damage(length: int) -> None:
-    with pytest.raises(HeaderCut):
-        parse_header(jpeg()[:length])
-
-
-@pytest.mark.parametrize(("data", "reason"), BAD.values())
-def test_reasons(data: bytes, reason: str) -> None:
-    with pytest.raises(DataError) as caught:
-        check_trainable(data)
-    assert caught.value.message == reason
-
-
-def test_more_reasons() -> None:
-    data = jpeg()
-    at = parse_header(data).frame_offset
-    cases = {
-        "JPEG process SOF3 is not supported by decoders": data[:at] + b"\xff\xc3" + data[at + 2 :],
-        "JPEG with 12 bits a sample": data[: at + 4] + b"\x0c" + data[at + 5 :],
-        "JPEG of 60x0 pixels": data[: at + 5] + b"\0\0" + data[at + 7 :],
-        "JPEG with 2 components": data[: at + 2] + b"\0\x0e\x08\0\x10\0\x10\2\1\x11\0\2\x11\0" + data[at + 19 :],
-        "no marker at byte 2": b"\xff\xd8nothing",
-        "without a frame header": b"\xff\xd8\xff\xda\x00\x02",
-        "GIF, not JPEG": b"GIF89a",
-    }
-    for reason, damaged in cases.items():
-        with pytest.raises(DataError, match=reason):
-            check_trainable(damaged)
-
-
 # Packing
 
 
 def test_every_image_is_there_once_with_every_key(source: Path, tmp_path: Path) -> None:
-    manifest = pack_folder(source, str(tmp_path / "out"), num_shards=4, seed=7, texts={"n02": "goldfish"})
+    (tmp_path / "classes.txt").write_text("n01\nn02 goldfish\nn03\n")
+    manifest = pack_folder(
+        source, str(tmp_path / "out"), num_shards=4, seed=7, classes=tmp_path / "classes.txt", workers=1
+    )
     seen = {}
     for shard in manifest.shards:
         data = (tmp_path / "out" / shard.name).read_bytes()
@@ -197,16 +159,24 @@ def test_every_image_is_there_once_with_every_key(source: Path, tmp_path: Path) 
 
 
 def test_same_bytes_for_any_number_of_workers_and_any_store(source: Path, tmp_path: Path) -> None:
+    add_bad(source)
     steps: list[tuple[str, int, int]] = []
-    pack_folder(source, str(tmp_path / "1"), num_shards=5, workers=1, progress=lambda *step: steps.append(step))
-    pack_folder(source, str(tmp_path / "4"), num_shards=5, workers=4)
+    pack_folder(
+        source,
+        tmp_path / "1",
+        num_shards=5,
+        on_bad="fix",
+        workers=1,
+        progress=lambda *step: steps.append(step),
+    )
+    pack_folder(source, tmp_path / "3", num_shards=5, on_bad="fix", workers=3)
     store = MemoryStore()
-    pack_folder(source, "some/prefix/", num_shards=5, workers=2, store=store)
-    assert contents(tmp_path / "1") == contents(tmp_path / "4")
+    pack_folder(source, StoreDestination(store, "some/prefix/"), num_shards=5, on_bad="fix", workers=2)
+    assert contents(tmp_path / "1") == contents(tmp_path / "3")
     for name, data in contents(tmp_path / "1").items():
         assert bytes(obstore.get(store, f"some/prefix/{name}").bytes()) == data
-    assert steps[0] == ("check", 30, 30)
-    assert steps[-1] == ("pack", 30, 30)
+    assert steps[0] == ("pack", 0, 37)
+    assert steps[-1] == ("pack", 37, 37)
 
 
 def order(folder: Path) -> list[int]:
@@ -224,55 +194,101 @@ def test_seed_decides_the_order(source: Path, tmp_path: Path) -> None:
     assert changes > 12  # in listing order there would be 2
 
 
-def test_bad_files_fail_before_anything_is_written(source: Path, tmp_path: Path) -> None:
-    add_bad(source)
-    with pytest.raises(InputError) as caught:
-        pack_folder(source, str(tmp_path / "out"), num_shards=2)
-    assert caught.value.message.startswith(
-        "5 files are no trainable JPEG: n01/empty.jpg: empty file; n01/png.JPEG: PNG"
-    )
-    assert caught.value.message.endswith("and 2 more")
-    assert contents(tmp_path / "out") == {}
+def test_bad_files_fail(source: Path, tmp_path: Path) -> None:
+    for workers in (1, 2):
+        for path, (data, reason, _) in BAD.items():
+            (source / path).write_bytes(data)
+            out = tmp_path / f"out{workers}-{path.replace('/', '-')}"
+            with pytest.raises(InputError) as caught:
+                pack_folder(source, out, num_shards=2, workers=workers)
+            assert caught.value.message == f"{path} is no trainable JPEG: {reason}"
+            assert caught.value.hint
+            assert MANIFEST_NAME not in contents(out)
+            (source / path).unlink()
+            if workers == 2:
+                break
 
 
-def test_a_file_found_bad_late_leaves_nothing_behind(source: Path, tmp_path: Path) -> None:
-    (source / "n03" / "body.JPG").write_bytes(BAD["n03/body.JPG"][0])
-    with pytest.raises(InputError, match=r"1 file is no trainable JPEG: n03/body.JPG: truncated JPEG: no end-of-image"):
-        pack_folder(source, str(tmp_path / "out"), num_shards=8, workers=1)
-    assert contents(tmp_path / "out") == {}
+def stored(folder: Path) -> dict[str, bytes]:
+    """Image by file name."""
+    images = {}
+    for path in folder.glob("train-*"):
+        for record in records(path.read_bytes()):
+            image = parse_image_example(record.payload)
+            images[image.filename] = bytes(image.encoded)
+    return images
 
 
 def test_bad_files_are_skipped_and_listed(source: Path, tmp_path: Path) -> None:
-    pack_folder(source, str(tmp_path / "clean"), num_shards=1)
+    good = {path.name: path.read_bytes() for path in source.glob("n*/[!.]*.[jJ]*")}
     add_bad(source)
-    manifest = pack_folder(source, str(tmp_path / "out"), num_shards=1, on_bad="skip")
-    assert {item.path: item.reason for item in manifest.bad} == {path: reason for path, (_, reason) in BAD.items()}
-    assert [item.path for item in manifest.bad] == sorted(BAD)
+    manifest = pack_folder(source, tmp_path / "out", num_shards=3, on_bad="skip")
+    assert [(item.path, item.reason, item.action) for item in manifest.bad] == [
+        (path, reason, "skipped") for path, (_, reason, _) in sorted(BAD.items())
+    ]
     assert manifest.num_records == 30
-    name = "train-00000-of-00001"
-    assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "clean" / name).read_bytes()
-    with pytest.raises(InputError, match="6 files are no trainable JPEG"):
-        pack_folder(source, str(tmp_path / "out"), num_shards=1)
+    assert manifest.class_counts == (10, 10, 10)
+    assert manifest.on_bad == "skip"
+    assert stored(tmp_path / "out") == good
 
 
-def test_a_shard_of_late_bad_files_is_empty(tmp_path: Path) -> None:
+def test_bad_files_are_fixed_and_listed(source: Path, tmp_path: Path) -> None:
+    (source / "n01" / "rotated.jpg").write_bytes(rotated(6))
+    good = {path.name: path.read_bytes() for path in source.glob("n*/[!.]*.[jJ]*")}
+    add_bad(source)
+    manifest = pack_folder(source, tmp_path / "out", num_shards=3, on_bad="fix")
+    assert {item.path: (item.reason, item.action) for item in manifest.bad} == {
+        path: (reason, action) for path, (_, reason, action) in BAD.items()
+    } | {"n01/rotated.jpg": ("Exif orientation 6", "kept")}
+    assert manifest.class_counts == (12, 11, 11)
+    assert manifest.num_records == 34
+    found = stored(tmp_path / "out")
+    fixed = {"png.JPEG": "PNG, not JPEG", "cmyk.JPEG": "YCCK JPEG (4 components)", "webp.webp": "WebP, not JPEG"}
+    for name, reason in fixed.items():
+        (path,) = source.glob(f"n*/{name}")
+        assert found.pop(name) == fix_image(path.read_bytes(), reason).data
+    assert found == good  # rotated.jpg among them: its bytes are its own
+    for path in (tmp_path / "out").glob("train-*"):
+        for record in records(path.read_bytes()):
+            example = decode_example(record.payload)
+            header = check_trainable(parse_image_example(record.payload).encoded.tobytes())
+            assert (example["image/height"], example["image/width"]) == ([header.height], [header.width])
+
+
+def test_a_shard_of_bad_files_is_empty(tmp_path: Path) -> None:
     (tmp_path / "source" / "n01").mkdir(parents=True)
     for number in range(3):
         (tmp_path / "source" / "n01" / f"{number}.jpg").write_bytes(jpeg(number) if number else jpeg()[:-40])
-    manifest = pack_folder(tmp_path / "source", str(tmp_path / "out"), num_shards=3, on_bad="skip")
+    manifest = pack_folder(tmp_path / "source", tmp_path / "out", num_shards=3, on_bad="skip")
     assert sorted(shard.num_records for shard in manifest.shards) == [0, 1, 1]
     assert list_shards(LocalStore(tmp_path / "out"), "").num_records == 2
     for number in (1, 2):
         (tmp_path / "source" / "n01" / f"{number}.jpg").write_bytes(jpeg()[:-40])
-    with pytest.raises(InputError, match=r"no image of .* is a trainable JPEG"):
-        pack_folder(tmp_path / "source", str(tmp_path / "none"), num_shards=1, on_bad="skip")
+    with pytest.raises(InputError, match=r"no image of the source is a trainable JPEG; n01/0.jpg: truncated"):
+        pack_folder(tmp_path / "source", tmp_path / "none", num_shards=1, on_bad="skip")
+    assert MANIFEST_NAME not in contents(tmp_path / "none")
 
 
-def test_long_headers_are_read_to_their_end(tmp_path: Path) -> None:
-    (tmp_path / "source" / "n01").mkdir(parents=True)
-    profile = b"\xff\xe2\xff\xf0" + bytes(0xFFF0 - 2)
-    (tmp_path / "source" / "n01" / "long.jpg").write_bytes(b"\xff\xd8" + profile * 3 + jpeg()[2:])
-    assert pack_folder(tmp_path / "source", str(tmp_path / "out"), num_shards=1).num_records == 1
+def test_absurd_sizes_are_bad(source: Path, tmp_path: Path) -> None:
+    manifest = pack_folder(source, tmp_path / "out", num_shards=2, on_bad="fix", max_pixels=60 * 50)
+    assert {item.reason for item in manifest.bad} == {
+        f"absurd size: 60x{height} pixels, more than 3000" for height in range(51, 60)
+    }
+    assert manifest.num_records == 21
+
+
+def test_a_source_that_changes_stops_the_packing(source: Path, tmp_path: Path) -> None:
+    listed = scan_folder(source)
+    path = source / "n02" / "n02_4.JPEG"
+    original = path.read_bytes()
+    settings = PackSettings(3, on_bad="fix")
+    for change in (b"", original[:-1], original + b"\0", None):
+        path.unlink() if change is None else path.write_bytes(change)
+        message = "n02/n02_4.JPEG (was|cannot be read: No such file)"
+        with pytest.raises(InputError, match=message):
+            pack(listed, FolderDestination(tmp_path / "out"), settings, workers=1)
+    path.write_bytes(original)
+    assert pack(listed, FolderDestination(tmp_path / "out"), settings).num_records == 30
 
 
 def test_the_same_set_again_is_left_alone(source: Path, tmp_path: Path) -> None:
@@ -288,7 +304,7 @@ def test_the_same_set_again_is_left_alone(source: Path, tmp_path: Path) -> None:
     [
         ({"seed": 5}, "holds another set: 30 records in 3 shards, seed 1"),
         ({"num_shards": 4}, "holds another set"),
-        ({"texts": {"n01": "tench"}}, "holds another set"),
+        ({"max_pixels": 1 << 20}, "holds another set"),
         ({"split": "validation"}, "holds the split 'train'"),
     ],
 )
@@ -311,22 +327,36 @@ def test_changed_source_is_another_set(source: Path, tmp_path: Path) -> None:
         pack_folder(source, str(tmp_path / "out"), num_shards=3)
 
 
+def test_the_policy_is_another_set_only_where_files_are_bad(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (source / "n01" / "rotated.jpg").write_bytes(rotated(6))
+    manifest = pack_folder(source, out, num_shards=3, on_bad="skip")
+    assert pack_folder(source, out, num_shards=3, on_bad="fail") == manifest
+    add_bad(source)
+    pack_folder(source, out, num_shards=3, on_bad="skip", overwrite=True)
+    with pytest.raises(InputError, match=r"packed with --on-bad skip, 7 files were bad: n01/empty.jpg: empty file"):
+        pack_folder(source, out, num_shards=3, on_bad="fix")
+
+
 def test_incomplete_sets_are_refused_and_overwriting_clears_them(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    pack_folder(source, str(out), num_shards=6)
+    pack_folder(source, out, num_shards=6)
     (out / "train-00002-of-00006").write_bytes(b"")
     with pytest.raises(InputError, match="but train-00002-of-00006 is missing or has another size"):
-        pack_folder(source, str(out), num_shards=6)
+        pack_folder(source, out, num_shards=6)
     (out / MANIFEST_NAME).unlink()
-    with pytest.raises(InputError, match="holds train shards of a packing that did not end"):
-        pack_folder(source, str(out), num_shards=2)
+    with pytest.raises(InputError, match="holds train shards, but no manifest"):
+        pack_folder(source, out, num_shards=6)
     (out / MANIFEST_NAME).write_text("{}")
     with pytest.raises(InputError, match=r"is in use: manifest.json is no manifest of Drawbar"):
-        pack_folder(source, str(out), num_shards=2)
+        pack_folder(source, out, num_shards=2)
     (out / "keep.txt").write_text("mine")
-    (out / "train-00001-of-00006#1").write_text("left by a killed process")
-    manifest = pack_folder(source, str(out), num_shards=2, overwrite=True)
-    assert sorted(contents(out)) == ["keep.txt", MANIFEST_NAME, *(shard.name for shard in manifest.shards)]
+    (out / "validation-00000-of-00001").write_text("mine too")
+    manifest = pack_folder(source, out, num_shards=2, overwrite=True)
+    assert sorted(contents(out)) == sorted(
+        ["keep.txt", MANIFEST_NAME, "validation-00000-of-00001", *(shard.name for shard in manifest.shards)]
+    )
+    assert not (out / "_parts").exists()
 
 
 def test_unusable_sources_and_settings(source: Path, tmp_path: Path) -> None:
@@ -341,10 +371,11 @@ def test_unusable_sources_and_settings(source: Path, tmp_path: Path) -> None:
         ("holds no class folders", empty, {}),
         ("holds images but no class folders", flat, {}),
         ("no images in the 1 folders", bare, {}),
-        ("number of shards is 0; expected at least 1", source, {"num_shards": 0}),
+        ("number of shards is 0; expected 1 to 99999", source, {"num_shards": 0}),
         ("31 shards for 30 images", source, {"num_shards": 31}),
         ("number of workers is -1", source, {"workers": -1}),
         ("seed is -1", source, {"seed": -1}),
+        ("on_bad is 'mend'", source, {"on_bad": "mend"}),
         ("split is '_x'", source, {"split": "_x"}),
     ]
     for message, folder, settings in cases:
@@ -352,34 +383,64 @@ def test_unusable_sources_and_settings(source: Path, tmp_path: Path) -> None:
             pack_folder(folder, out, **{"num_shards": 2} | settings)
     with pytest.raises(InputError, match=r"cannot write to .*: (Not a directory|File exists)"):
         pack_folder(source, str(source / "README.txt"), num_shards=2)
+    assert not Path(out, "_parts").exists()
 
 
-def test_a_destination_that_breaks_is_named(source: Path, tmp_path: Path) -> None:
+def test_labels_from_a_list(source: Path, tmp_path: Path) -> None:
+    names = tmp_path / "names.txt"
+    names.write_text("n03\tthird class\n\nn09 not there\nn01\nn02 second, or last\n")
+    manifest = pack_folder(source, tmp_path / "out", num_shards=1, classes=names)
+    assert manifest.labels == ("n03", "n09", "n01", "n02")
+    assert manifest.class_counts == (10, 0, 10, 10)
+    found = {
+        (example["image/class/synset"][0], example["image/class/label"][0], example["image/class/text"][0])
+        for record in records((tmp_path / "out" / "train-00000-of-00001").read_bytes())
+        for example in [decode_example(record.payload)]
+    }
+    assert found == {(b"n01", 3, b"n01"), (b"n02", 4, b"second, or last"), (b"n03", 1, b"third class")}
+    for text, message in (
+        ("n01\nn02\n", "has the class folder 'n03', which .*names.txt does not name"),
+        ("n01\nn02\nn03\nn01 again", "names.txt:4: 'n01' is there twice"),
+        ("\n\n", "names no class"),
+    ):
+        names.write_text(text)
+        with pytest.raises(InputError, match=message):
+            scan_folder(source, names)
+    names.write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match=r"names.txt is no text"):
+        scan_folder(source, names)
+    with pytest.raises(InputError, match=r"cannot read .*: No such file"):
+        scan_folder(source, tmp_path / "missing.txt")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_destination_that_breaks_is_named(source: Path, tmp_path: Path, workers: int) -> None:
     out = tmp_path / "out"
     (out / "train-00001-of-00002" / "in the way").mkdir(parents=True)
     with pytest.raises(InputError, match=f"cannot write to {out}: "):
-        pack_folder(source, str(out), num_shards=2, workers=1)
-    assert sorted(contents_names(out)) == ["train-00001-of-00002"]
+        pack_folder(source, out, num_shards=2, workers=workers)
+    assert list((out / "_parts").glob("*.tmp")) == []
+    (out / "train-00001-of-00002" / "in the way").rmdir()
+    (out / "train-00001-of-00002").rmdir()
+    assert pack_folder(source, out, num_shards=2, workers=workers).num_records == 30
 
 
-def contents_names(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir()]
-
-
-def test_a_shard_appears_only_when_whole(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_appears_only_when_whole(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    seen: list[list[str]] = []
-    original = packing.encode_image
+    seen: list[set[str]] = []
 
-    def watch(*arguments: Any) -> bytes:
-        seen.append(contents_names(out))
-        return original(*arguments)
+    class Watched(LabelledSource):
+        def read(self, item: Item) -> bytes:
+            seen.append({path.name for path in out.iterdir() if path.is_file()})
+            return super().read(item)
 
-    monkeypatch.setattr(packing, "encode_image", watch)
-    pack_folder(source, str(out), num_shards=3, workers=1)
+    listed = scan_folder(source)
+    listed.__class__ = Watched
+    pack(listed, FolderDestination(out), PackSettings(3), workers=1)
     finished = ["train-00000-of-00003", "train-00001-of-00003", "train-00002-of-00003"]
+    assert len(seen) == 30
     for number, names in enumerate(seen):
-        assert sorted(name for name in names if "#" not in name) == finished[: number // 10]
+        assert names == set(finished[: number // 10])
 
 
 # Manifest
@@ -387,7 +448,7 @@ def test_a_shard_appears_only_when_whole(source: Path, tmp_path: Path, monkeypat
 
 def manifest_of_two() -> Manifest:
     shards = tuple(
-        ShardEntry(name=f"train-{n}", size_bytes=130 + n, num_records=2, crc32c="00c0ffee", record_bytes=(110 + n, 20))
+        ShardEntry(name=f"train-{n}", size_bytes=30 + n, num_records=2, crc32c="00c0ffee", record_bytes=(10 + n, 20))
         for n in range(2)
     )
     return Manifest(
@@ -396,7 +457,9 @@ def manifest_of_two() -> Manifest:
         labels=("cat", "dög"),
         class_counts=(3, 1),
         shards=shards,
-        bad=(BadFile(path="cat/1.jpg", reason="empty file"),),
+        bad=(BadFile(path="cat/1.jpg", reason="empty file"), BadFile(path="cat/2.jpg", reason="PNG", action="fixed")),
+        on_bad="fix",
+        notes={"boxes_dropped": 3},
         source_sha256="ab",
         tool_version="0.1",
     )
@@ -406,7 +469,7 @@ def test_manifest_round_trip_and_newer_fields() -> None:
     manifest = manifest_of_two()
     assert Manifest.loads(manifest.dumps()) == manifest
     tree = json.loads(manifest.dumps())
-    assert (tree["num_classes"], tree["num_records"], tree["size_bytes"]) == (2, 4, 261)
+    assert (tree["num_classes"], tree["num_records"], tree["size_bytes"]) == (2, 4, 61)
     tree["new_field"] = {"anything": 1}
     tree["shards"][0]["new_field"] = True
     assert Manifest.loads(json.dumps(tree)) == manifest
@@ -423,7 +486,14 @@ def test_manifest_round_trip_and_newer_fields() -> None:
         ({"labels": ["cat", 5]}, "labels holds '5'; expected str"),
         ({"class_counts": [3, 2]}, "class counts add up to 5, the shards to 4 records"),
         ({"num_records": 5}, "num_records is 5, but its parts give 4"),
-        ({"size_bytes": 5}, "size_bytes is 5, but its parts give 261"),
+        ({"size_bytes": 5}, "size_bytes is 5, but its parts give 61"),
+        ({"record_schema": "mnist"}, "record_schema is 'mnist'; expected imagenet, coco"),
+        ({"on_bad": 3}, "on_bad is '3'; expected fail, skip, fix"),
+        (
+            {"bad": [{"path": "a", "reason": "b", "action": "eaten"}]},
+            "action is 'eaten'; expected skipped, fixed, kept",
+        ),
+        ({"notes": []}, "notes is"),
         ({"shards": 5}, "shards is '5'; expected list"),
         ({"shards": [5]}, "shards holds '5'; expected dict"),
     ],
@@ -437,8 +507,7 @@ def test_malformed_manifests(change: dict[str, Any], message: str) -> None:
 def test_malformed_shards_and_texts() -> None:
     for change, message in (
         ({"num_records": 3}, "shard train-0: 3 records, but 2 sizes"),
-        ({"size_bytes": 131}, "shard train-0: its record sizes add up to 130, not 131 bytes"),
-        ({"record_bytes": [120, 10]}, "shard train-0: a record of 10 bytes; a frame has 16"),
+        ({"size_bytes": 31}, "shard train-0: its record sizes add up to 30, not 31 bytes"),
         ({"name": "a/b"}, "expected a plain name"),
         ({"name": "train-1"}, "two shards have the same name"),
     ):
@@ -459,7 +528,7 @@ def test_malformed_shards_and_texts() -> None:
 
 def packed_store(source: Path) -> MemoryStore:
     store = MemoryStore()
-    pack_folder(source, "sets/train", num_shards=3, store=store)
+    pack_folder(source, StoreDestination(store, "sets/train"), num_shards=3)
     return store
 
 
@@ -548,19 +617,19 @@ def test_packing_to_s3(source: Path, tmp_path: Path, embedded_store: embedded.Em
         client_options={"allow_http": True},
     )
     add_bad(source)
-    manifest = pack_folder(source, "imagenet/train", num_shards=3, store=store, on_bad="skip")
-    pack_folder(source, str(tmp_path / "out"), num_shards=3, on_bad="skip")
+    dest = StoreDestination(store, "imagenet/train")
+    manifest = pack_folder(source, dest, num_shards=3, on_bad="skip", workers=2)
+    pack_folder(source, tmp_path / "out", num_shards=3, on_bad="skip")
     listing = list_shards(store, "imagenet/train")
     assert listing.manifest == manifest
     assert listing.sha256 == list_shards(LocalStore(tmp_path / "out"), "").sha256
     for shard in listing.shards:
         assert bytes(obstore.get(store, shard.key).bytes()) == (tmp_path / "out" / shard.name).read_bytes()
+    assert dest.sizes("_parts") == {}
+    assert pack_folder(source, dest, num_shards=3, on_bad="skip") == manifest
     with pytest.raises(InputError, match="no shards under 'imagenet/validation': nothing is there"):
         list_shards(store, "imagenet/validation")
-    (source / "n01" / "late.jpg").write_bytes(jpeg()[:-40])
-    for path in BAD:
-        (source / path).unlink()
-    with pytest.raises(InputError, match=r"late.jpg: truncated JPEG"):
-        pack_folder(source, "imagenet/again", num_shards=3, store=store)
+    with pytest.raises(InputError, match=r"is no trainable JPEG"):
+        pack_folder(source, StoreDestination(store, "imagenet/again"), num_shards=1, on_bad="fail")
     with pytest.raises(InputError, match="nothing is there"):  # the store lists an empty object for the folder itself
         list_shards(store, "imagenet/again")

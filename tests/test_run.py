@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 
 from drawbar.config import Storage, load_recipe
-from drawbar.dataset.pack import pack_folder
+from drawbar.dataset.destination import StoreDestination
+from drawbar.dataset.folder import scan_folder
+from drawbar.dataset.pack import pack
+from drawbar.dataset.shard_writer import PackSettings
 from drawbar.dataset.synthetic import make_imagenet_like
 from drawbar.journal import (
     Cache,
@@ -53,7 +56,7 @@ def packed_store(embedded_store: embedded.EmbeddedStore, images: Path) -> embedd
         access_key_id=embedded_store.access_key_id, secret_access_key=embedded_store.secret_access_key
     )
     place = open_place("s3://run-tests/train", embedded_store.endpoints[0], credentials, Storage())
-    pack_folder(images, place.prefix, num_shards=6, seed=1, store=place.store)
+    pack(scan_folder(images), StoreDestination(place.store, place.prefix), PackSettings(num_shards=6, seed=1))
     return embedded_store
 
 
@@ -308,7 +311,7 @@ def test_resnet50_trains_from_the_store(recipe: Path, tmp_path: Path) -> None:
 
 
 def test_more_ranks_than_shards_share_them_by_records(recipe: Path, tmp_path: Path, images: Path) -> None:
-    assert drawbar("data", "pack", images, tmp_path / "two", "--shards", "2").code == 0
+    assert drawbar("data", "pack", "folder", images, tmp_path / "two", "--shards", "2").code == 0
     finished = run(recipe, tmp_path / "many", f"data.url={tmp_path / 'two'}", "train.steps=3")
     assert finished.code == 0, finished.stderr
     ranges = [
@@ -410,7 +413,7 @@ def test_an_endpoint_lost_in_the_middle_ends_the_run_with_its_name(recipe: Path,
     """A store of its own: one of its gateways is killed while ranks read from it."""
     store = embedded.up(tmp_path / "s3", num_endpoints=2)
     try:
-        assert drawbar("data", "pack", images, "s3://mid/train", "--store-dir", store.directory).code == 0
+        assert drawbar("data", "pack", "folder", images, "s3://mid/train", "--store-dir", store.directory).code == 0
         process = start(
             *("run", recipe, "--out", tmp_path / "run", "--set", f"storage.embedded_dir={store.directory}"),
             *("--set", "data.url=s3://mid/train", "--set", "train.steps=1000000", "--set", "storage.retries=2"),

@@ -6,18 +6,42 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
-from urllib.parse import urlsplit
-
-from obstore.exceptions import BaseError
+from typing import Any, cast
 
 from drawbar.config import Storage
-from drawbar.dataset.pack import pack_folder
+from drawbar.dataset.destination import Destination, FolderDestination, StoreDestination
+from drawbar.dataset.folder import scan_folder
+from drawbar.dataset.imagenet import ImageNetFiles, scan_imagenet
+from drawbar.dataset.items import Progress, Source
+from drawbar.dataset.manifest import Manifest, RecordSchema
+from drawbar.dataset.pack import pack_share
+from drawbar.dataset.shard_writer import OnBad, PackSettings
 from drawbar.errors import EnvironmentUnfit, InputError
 from drawbar.storage import embedded
-from drawbar.storage.stores import Credentials, Place, explain, open_place
+from drawbar.storage.stores import Credentials, Place, open_place
+from drawbar.storage.urls import parse_url
 from drawbar.terminal import Terminal
+from drawbar.world import launcher_rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackOptions:
+    """What all `drawbar data pack` commands take."""
+
+    shards: int
+    split: str = "train"
+    seed: int = 1
+    on_bad: str = "fix"
+    workers: int = 0
+    overwrite: bool = False
+    endpoint: str | None = None
+    store_dir: Path | None = None
+    json_out: bool = False
+    quiet: bool = False
 
 
 class StageProgress:
@@ -25,35 +49,47 @@ class StageProgress:
 
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
-        self._stage, self._start_t = "", 0.0
+        self._stage, self._start_t, self._start_done = "", 0.0, 0
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         now_t = time.monotonic()
         if stage != self._stage:
-            self._stage, self._start_t = stage, now_t
+            # What was there before this stage began (a packing that goes on) is not of its speed.
+            self._stage, self._start_t, self._start_done = stage, now_t, done
         passed_s = now_t - self._start_t
-        text = f"{stage} {done}/{total} images"
-        if passed_s > 0.5:
-            rate = done / passed_s
-            text += f", {rate:.0f} images/s, {(total - done) / rate:.0f} s left"
+        text = f"{stage} {done}/{total}" if total else f"{stage} {done}"
+        rate = (done - self._start_done) / passed_s if passed_s > 0.5 else 0.0
+        if rate > 0:
+            text += f", {rate:.0f}/s" + (f", {(total - done) / rate:.0f} s left" if total else "")
         self._terminal.status(text)
 
 
 def make(
-    dest: Path, *, images: int, classes: int, seed: int, workers: int, json_out: bool = False, quiet: bool = False
+    dest: Path,
+    *,
+    images: int,
+    classes: int,
+    seed: int,
+    workers: int,
+    size: int | None = None,
+    json_out: bool = False,
+    quiet: bool = False,
 ) -> None:
-    # The generator's imports are not needed by any other command.
+    # The generators' imports are not needed by any other command.
+    from drawbar.dataset import picture
     from drawbar.dataset.synthetic import make_imagenet_like
 
     terminal = Terminal(quiet_stdout=json_out or quiet)
-    try:
+    with _written(dest, terminal):
         stats = make_imagenet_like(
-            dest, num_images=images, num_classes=classes, seed=seed, workers=workers, progress=StageProgress(terminal)
+            dest,
+            num_images=images,
+            num_classes=classes,
+            seed=seed,
+            size=size or picture.FULL_SIZE,
+            workers=workers,
+            progress=StageProgress(terminal),
         )
-    except OSError as error:
-        raise InputError(f"cannot write {dest}: {error.strerror or error}") from None
-    finally:
-        terminal.close()
     row = {
         "dest": str(dest),
         "images": images,
@@ -62,73 +98,177 @@ def make(
         "mean_bytes": stats.mean_bytes,
         "total_bytes": stats.total_bytes,
     }
-    _report(
-        terminal,
-        row,
-        json_out,
-        f"{images} images in {classes} classes, {stats.mean_bytes / 1e3:.1f} kB on average, in {dest}",
-    )
+    text = f"{images} images in {classes} classes, {stats.mean_bytes / 1e3:.1f} kB on average, in {dest}"
+    _report(terminal, row, json_out, text)
 
 
-def pack(
+def make_coco(
+    dest: Path, *, images: int, split: str, seed: int, workers: int, size: int | None = None, json_out: bool = False
+) -> None:
+    from drawbar.dataset import coco_scene
+    from drawbar.dataset.coco_like import make_coco_like
+
+    terminal = Terminal(quiet_stdout=json_out)
+    with _written(dest, terminal):
+        stats = make_coco_like(
+            dest,
+            num_images=images,
+            seed=seed,
+            split=split,
+            image_size=size or coco_scene.FULL_SIZE,
+            workers=workers,
+            progress=StageProgress(terminal),
+        )
+    row = {
+        "dest": str(dest),
+        "annotations": str(stats.annotations),
+        "images": images,
+        "split": split,
+        "seed": seed,
+        "total_bytes": stats.total_bytes,
+    }
+    text = f"{images} images, {stats.total_bytes / 1e6:.1f} MB, in {dest}; annotations: {stats.annotations}"
+    _report(terminal, row, json_out, text)
+
+
+@contextmanager
+def _written(dest: Path, terminal: Terminal) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"cannot write {dest}: {error.strerror or error}") from None
+    finally:
+        terminal.close()
+
+
+def make_shards(dest: str, *, images: int, classes: int, size: int | None, options: PackOptions) -> None:
+    """The records of `make` without the files: straight to shards."""
+    from drawbar.dataset import picture
+    from drawbar.dataset.synthetic import ImagenetLikeSet, SyntheticSource
+
+    wanted = ImagenetLikeSet(images, classes, options.seed, size or picture.FULL_SIZE)
+    pack_source(lambda progress: SyntheticSource(wanted), dest, "imagenet", options)
+
+
+def make_coco_shards(dest: str, *, images: int, size: int | None, options: PackOptions) -> None:
+    """The records of `make_coco` without the files: straight to shards."""
+    from drawbar.dataset import coco_scene
+    from drawbar.dataset.coco_like import CocoLikeSet, SyntheticCocoSource
+
+    wanted = CocoLikeSet(images, options.seed, options.split, size or coco_scene.FULL_SIZE)
+    pack_source(lambda progress: SyntheticCocoSource(wanted), dest, "coco", options)
+
+
+def pack_coco(
     source: Path,
     dest: str,
     *,
-    shards: int,
-    split: str = "train",
-    seed: int = 1,
-    on_bad: str = "fail",
-    overwrite: bool = False,
-    endpoint: str | None = None,
-    store_dir: Path | None = None,
-    json_out: bool = False,
-    quiet: bool = False,
+    annotations: Path | None,
+    images: Path | None,
+    captions: Path | None,
+    masks: bool,
+    options: PackOptions,
 ) -> None:
-    if on_bad not in ("fail", "skip"):
-        raise InputError(f"--on-bad is {on_bad!r}; expected fail or skip")
-    place = destination(dest, endpoint, store_dir)
-    terminal = Terminal(quiet_stdout=json_out or quiet)
+    from drawbar.dataset.coco import find_layout, open_coco
+
+    layout = find_layout(source, options.split, annotations=annotations, images=images, captions=captions)
+
+    def listed(progress: Progress) -> Source:
+        def of_bytes(done: int, total: int) -> None:
+            progress("read annotations (MB)", done // 1_000_000, total // 1_000_000)
+
+        return open_coco(layout, masks=masks, on_bad=cast(OnBad, options.on_bad), progress=of_bytes)
+
+    pack_source(listed, dest, "coco", options)
+
+
+def pack_folder(source: Path, dest: str, classes: Path | None, options: PackOptions) -> None:
+    def listed(progress: Progress) -> Source:
+        return scan_folder(source, classes, lambda count: progress("list", count, 0))
+
+    pack_source(listed, dest, "imagenet", options)
+
+
+def pack_imagenet(source: Path, dest: str, files: ImageNetFiles, options: PackOptions) -> None:
+    def listed(progress: Progress) -> Source:
+        return scan_imagenet(source, files, lambda stage, count: progress(stage, count, 0))
+
+    pack_source(listed, dest, "imagenet", options)
+
+
+def pack_source(listed: Callable[[Progress], Source], dest: str, schema: RecordSchema, options: PackOptions) -> None:
+    """Packs what `listed` returns, this rank's share of it where a launcher started several; prints what came out."""
+    launched = launcher_rank()
+    settings = PackSettings(
+        num_shards=options.shards,
+        split=options.split,
+        seed=options.seed,
+        on_bad=cast(OnBad, options.on_bad),
+        schema=schema,
+    )
+    target = destination(dest, options.endpoint, options.store_dir)
+    terminal = Terminal(quiet_stdout=options.json_out or options.quiet or launched.rank > 0)
+    # Of several ranks one shows how far it is; what goes wrong, all say.
+    progress: Progress = StageProgress(terminal) if launched.rank == 0 else (lambda stage, done, total: None)
     try:
-        manifest = pack_folder(
-            source,
-            place.prefix if place else dest,
-            num_shards=shards,
-            split=split,
-            seed=seed,
-            store=place.store if place else None,
-            on_bad=cast(Literal["fail", "skip"], on_bad),
-            overwrite=overwrite,
-            progress=StageProgress(terminal),
+        manifest = pack_share(
+            listed(progress),
+            target,
+            settings,
+            launched,
+            workers=options.workers,
+            overwrite=options.overwrite,
+            progress=progress,
+            note=lambda text: print(f"warning: {text}", file=sys.stderr),
         )
-    except (BaseError, FileNotFoundError, PermissionError) as error:
-        raise explain(error, f"{dest}" + (f" at {place.endpoint}" if place else "")) from error
     finally:
         terminal.close()
-    row = {
+    if manifest is None:
+        terminal.line(f"rank {launched.rank} of {launched.size}: its shards are done")
+    else:
+        _report(terminal, _packed_row(dest, manifest), options.json_out, _packed_text(dest, manifest))
+
+
+def _packed_row(dest: str, manifest: Manifest) -> dict[str, Any]:
+    return {
         "dest": dest,
         "records": manifest.num_records,
         "shards": len(manifest.shards),
         "bytes": manifest.size_bytes,
         "classes": manifest.num_classes,
-        "bad": len(manifest.bad),
+        "bad": len(manifest.bad_paths("skipped")),
+        "fixed": len(manifest.bad_paths("fixed")),
+        "notes": dict(manifest.notes),
     }
-    bad = f", {len(manifest.bad)} bad files left out (see manifest.json)" if manifest.bad else ""
-    size = f"{manifest.num_records} records in {len(manifest.shards)} shards, {manifest.size_bytes / 1e6:.1f} MB"
-    _report(terminal, row, json_out, f"{size}, in {dest}{bad}")
 
 
-def destination(dest: str, endpoint: str | None, store_dir: Path | None) -> Place | None:
-    """The S3 place to write to; None for a folder. Buckets of the embedded store are made as needed.
+def _packed_text(dest: str, manifest: Manifest) -> str:
+    text = f"{manifest.num_records} records in {len(manifest.shards)} shards, {manifest.size_bytes / 1e6:.1f} MB, "
+    text += f"{manifest.num_classes} classes, in {dest}"
+    fixed, skipped = (len(manifest.bad_paths(action)) for action in ("fixed", "skipped"))
+    if fixed or skipped:
+        text += f"; bad files: {fixed} re-encoded, {skipped} left out (see manifest.json)"
+    return text
+
+
+def destination(dest: str, endpoint: str | None, store_dir: Path | None) -> Destination:
+    """The folder or S3 place to write to. Buckets of the embedded store are made as needed.
 
     Without `endpoint` it is the embedded store's first where one is running, else AWS_ENDPOINT_URL.
     """
-    parts = urlsplit(dest)
-    if parts.scheme == "":
-        return None
-    if parts.scheme != "s3" or not parts.netloc:
-        raise InputError(f"cannot write to {dest!r}", hint="a folder, or s3://bucket/prefix")
-    if not parts.path.strip("/"):
-        raise InputError(f"{dest} names no prefix", hint=f"s3://{parts.netloc}/train, for example")
+    try:
+        where = parse_url(dest)
+    except ValueError as error:
+        raise InputError(f"cannot write to {error}") from None
+    if not where.on_s3:
+        return FolderDestination(where.folder)
+    if not where.path:
+        raise InputError(f"{dest} names no prefix", hint=f"s3://{where.bucket}/train, for example")
+    place = _s3_place(dest, where.bucket, endpoint, store_dir)
+    return StoreDestination(place.store, place.prefix, f"{dest} at {place.endpoint}")
+
+
+def _s3_place(dest: str, bucket: str, endpoint: str | None, store_dir: Path | None) -> Place:
     foreign = endpoint or (None if store_dir else os.environ.get("AWS_ENDPOINT_URL"))
     try:
         store = embedded.find(store_dir or embedded.DEFAULT_DIRECTORY)
@@ -137,7 +277,7 @@ def destination(dest: str, endpoint: str | None, store_dir: Path | None) -> Plac
             raise
         store = None
     if store is not None and (foreign is None or foreign in store.endpoints):
-        embedded.ensure_bucket(store, parts.netloc)
+        embedded.ensure_bucket(store, bucket)
         credentials = Credentials(access_key_id=store.access_key_id, secret_access_key=store.secret_access_key)
         return open_place(dest, foreign or store.endpoints[0], credentials, Storage())
     return open_place(dest, foreign, Credentials.from_environment(), Storage())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from drawbar.analyze.schema import Result
 from drawbar.config import load_recipe
-from drawbar.data_commands import make, pack
+from drawbar.data_commands import PackOptions, make, pack_folder
 from drawbar.errors import InputError
 from drawbar.launch.command import default_run_dir, run_and_report
 from drawbar.storage import embedded
@@ -49,15 +49,9 @@ def _demo(directory: Path, store_dir: Path, num_images: int, json_out: bool) -> 
         terminal.line(f"$ drawbar data make imagenet-like {images_at} --images {num_images}")
         make(images_dir, images=num_images, classes=recipe.data.num_classes, seed=1, workers=0, quiet=json_out)
         shards = f"--shards {NUM_SHARDS} --store-dir {store_at}"
-        terminal.line(f"$ drawbar data pack {images_at} {recipe.data.url} {shards}")
-        pack(
-            images_dir,
-            recipe.data.url,
-            shards=NUM_SHARDS,
-            endpoint=store.endpoints[0],
-            store_dir=store_dir,
-            quiet=json_out,
-        )
+        terminal.line(f"$ drawbar data pack folder {images_at} {recipe.data.url} {shards}")
+        options = PackOptions(shards=NUM_SHARDS, endpoint=store.endpoints[0], store_dir=store_dir, quiet=json_out)
+        pack_folder(images_dir, recipe.data.url, None, options)
         run_dir = default_run_dir(recipe, directory / "runs")
         settings = f"--set storage.embedded_dir={store_at} --out {shlex.quote(str(run_dir))}"
         terminal.line(f"$ drawbar run recipes/quickstart.toml {settings}")

@@ -162,6 +162,9 @@ class InputTotals(Event):
     bad_images: int
     epochs: float
     """Passes over the training set that the requests amount to."""
+    inflated_bytes: int = 0
+    """Bytes that decompressing added (compressed shards only; below 0 where compressing had made them more):
+    received + inflated = trained + discarded."""
 
 
 @dataclass(frozen=True, kw_only=True)

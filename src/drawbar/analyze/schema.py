@@ -104,6 +104,8 @@ class InputResult(TypedDict):
     received_bytes: int | None
     trained_bytes: int | None
     discarded_bytes: int | None
+    inflated_bytes: int | None
+    """What decompressing added to the received bytes: 0 for shards that are not compressed."""
     decoded_images: int | None
     trained_images: int | None
     bad_images: int | None

@@ -86,6 +86,7 @@ def input_result(run: Run) -> InputResult:
         received_bytes=summed("received_bytes"),
         trained_bytes=summed("trained_bytes"),
         discarded_bytes=summed("discarded_bytes"),
+        inflated_bytes=summed("inflated_bytes"),
         decoded_images=summed("decoded_images"),
         trained_images=summed("trained_images"),
         bad_images=summed("bad_images"),

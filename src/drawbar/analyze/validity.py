@@ -325,18 +325,23 @@ def _on_embedded_store(facts: Facts) -> bool:
 
 
 def received_is_trained_or_discarded(facts: Facts) -> Reason | None:
-    """Exact: the loader counts every byte at each stage it passes."""
+    """Exact: the loader counts every byte at each stage it passes; what decompressing adds counts as received."""
     wrong = [
         (rank.rank, totals)
         for rank, totals in zip(facts.run.ranks, input_totals(facts.run), strict=True)
         if totals is not None
-        and (totals.discarded_bytes < 0 or totals.received_bytes != totals.trained_bytes + totals.discarded_bytes)
+        and (
+            totals.discarded_bytes < 0
+            or totals.received_bytes + totals.inflated_bytes != totals.trained_bytes + totals.discarded_bytes
+        )
     ]
     if not wrong:
         return None
     rank, counts = wrong[0]
     actual = f"{counts.received_bytes:,} received, {counts.trained_bytes:,} trained, {counts.discarded_bytes:,} "
-    return _reason("received = trained + discarded", "equal", f"{actual}discarded on rank {rank}", "invalid")
+    actual += f"discarded on rank {rank}"
+    actual += f", {counts.inflated_bytes:,} added by decompressing" if counts.inflated_bytes else ""
+    return _reason("received = trained + discarded", "equal", actual, "invalid")
 
 
 def received_is_planned(facts: Facts) -> Reason | None:

@@ -60,6 +60,8 @@ def encode_example(features: Mapping[str, Value]) -> bytes:
             message += _entry(key, _encode_bytes([value]))
         elif isinstance(value, (bytes, str, int, float)):
             message.append(_short_entry(key, value))
+        elif isinstance(value, array) and not value:
+            message.append(_empty_entry(key, value.typecode))
         else:
             message += _entry(key, _encode_list(value))
     return b"".join(_nest(1, message))
@@ -69,6 +71,12 @@ def encode_example(features: Mapping[str, Value]) -> bytes:
 def _short_entry(key: str, value: bytes | str | int | float) -> bytes:
     """A map entry with one small value, remembered: in a set of images nearly all of them come again and again."""
     return b"".join(_entry(key, _encode_list([value])))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=256)
+def _empty_entry(key: str, typecode: str) -> bytes:
+    """A list of no values, but of a kind: the boxes of most images of ImageNet."""
+    return b"".join(_entry(key, _encode_list(array(typecode))))
 
 
 def _entry(key: str, feature: list[bytes]) -> list[bytes]:

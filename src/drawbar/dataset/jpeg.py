@@ -1,11 +1,12 @@
 """JPEG by content: what a file's header says, without decoding it and whatever its name is.
 
-Walks the marker segments up to the frame header (ITU-T T.81, annex B). Decoding belongs to `input`.
+Walks the marker segments up to the frame header (ITU-T T.81, annex B). Decoding belongs to `input`, mending to `fix`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from drawbar.errors import DataError
 
@@ -14,9 +15,14 @@ EOI = b"\xff\xd9"
 PNG = b"\x89PNG\r\n\x1a\n"
 
 _FRAME_MARKERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0..15 without DHT, JPG, DAC
-_DECODABLE = {0xC0: "baseline", 0xC1: "extended sequential", 0xC2: "progressive"}
+_DECODABLE = (0, 1, 2)  # SOFN: baseline, extended sequential, progressive
 _BARE_MARKERS = frozenset((0x01, *range(0xD0, 0xD8)))  # TEM, RST0..7: no length follows
 _OTHER_MAGIC = {PNG[:4]: "PNG", b"GIF8": "GIF", b"RIFF": "WebP", b"BM": "BMP", b"II*\0": "TIFF", b"MM\0*": "TIFF"}
+_EXIF = b"Exif\0\0"
+_ORIENTATION = 0x0112
+
+MAX_PIXELS = 1 << 26
+"""An image of more is called absurd before anything is decoded: 201 MB as RGB."""
 
 
 class HeaderCut(DataError):
@@ -38,6 +44,16 @@ class JpegHeader:
     """0 stored as is, 1 YCbCr, 2 YCCK; None without an Adobe segment."""
     frame_offset: int
     """Byte offset of the frame header's marker."""
+    process: int = 0
+    """N of the frame marker SOFN: 0 baseline, 1 extended, 2 progressive; decoders take no other."""
+    bits: int = 8
+    """Of a sample."""
+    orientation: int = 1
+    """Of Exif, 1..8; 1 is upright. Training ignores it, as TensorFlow's converters do."""
+
+    @property
+    def pixels(self) -> int:
+        return self.width * self.height
 
 
 def parse_header(data: bytes) -> JpegHeader:
@@ -51,6 +67,7 @@ def parse_header(data: bytes) -> JpegHeader:
         raise DataError(_not_jpeg(data))
     position = 2
     adobe: int | None = None
+    orientation = 1
     while True:
         marker, position = _next_marker(data, position)
         if marker in _BARE_MARKERS:
@@ -64,28 +81,48 @@ def parse_header(data: bytes) -> JpegHeader:
         if size < 2:
             raise DataError(f"damaged JPEG header: segment of {size} bytes")
         if marker in _FRAME_MARKERS:
-            return _frame(marker, data[position + 2 : end], adobe, position - 2)
+            return _frame(marker, data[position + 2 : end], adobe, orientation, position - 2)
         if marker == 0xEE and data[position + 2 : position + 7] == b"Adobe" and size >= 14:
             adobe = data[position + 13]
+        elif marker == 0xE1 and data.startswith(_EXIF, position + 2):
+            orientation = _exif_orientation(data[position + 8 : end])
         position = end
 
 
-def check_trainable(data: bytes, whole: bool = True) -> JpegHeader:
-    """The header of a file that every decoder turns into RGB: grey or colour, 8 bits, not cut off.
+def check_trainable(data: bytes, max_pixels: int = MAX_PIXELS) -> JpegHeader:
+    """The header of a whole file that every decoder turns into RGB: grey or colour, 8 bits, not cut off.
 
-    With `whole` False, `data` is only the beginning and the end is not looked at. Raises DataError with the reason.
+    Raises DataError with the reason alone.
     """
     header = parse_header(data)
+    check_size(header.width, header.height, max_pixels)
+    if header.process not in _DECODABLE:
+        raise DataError(f"JPEG process SOF{header.process} is not supported by decoders")
+    if header.bits != 8:
+        raise DataError(f"JPEG with {header.bits} bits a sample; expected 8")
     if header.components == 4:
         kind = "YCCK" if header.adobe_transform == 2 else "CMYK"
         raise DataError(f"{kind} JPEG (4 components)")
     if header.components not in (1, 3):
         raise DataError(f"JPEG with {header.components} components")
+    check_end(data, header)
+    return header
+
+
+def check_size(width: int, height: int, max_pixels: int) -> None:
+    """Raises DataError for an image without pixels, and for one so large that decoding it would be an attack."""
+    if not (width and height):
+        raise DataError(f"image of {width}x{height} pixels")
+    if width * height > max_pixels:
+        raise DataError(f"absurd size: {width}x{height} pixels, more than {max_pixels}")
+
+
+def check_end(data: bytes, header: JpegHeader) -> None:
+    """Raises DataError where the file is cut off."""
     # Within image data every FF is stuffed, so EOI cannot occur by chance. Searched from the end, as files with
     # bytes behind it are common and harmless.
-    if whole and data.rfind(EOI, header.frame_offset) < 0:
+    if data.rfind(EOI, header.frame_offset) < 0:
         raise DataError("truncated JPEG: no end-of-image marker")
-    return header
 
 
 def _next_marker(data: bytes, position: int) -> tuple[int, int]:
@@ -99,34 +136,49 @@ def _next_marker(data: bytes, position: int) -> tuple[int, int]:
     return data[position], position + 1
 
 
-def _frame(marker: int, body: bytes, adobe: int | None, offset: int) -> JpegHeader:
-    if marker not in _DECODABLE:
-        raise DataError(f"JPEG process SOF{marker - 0xC0} is not supported by decoders")
+def _frame(marker: int, body: bytes, adobe: int | None, orientation: int, offset: int) -> JpegHeader:
     if len(body) < 6 or len(body) < 6 + 3 * body[5]:
         raise DataError("damaged JPEG frame header")
-    bits, components = body[0], body[5]
-    height = int.from_bytes(body[1:3], "big")
-    width = int.from_bytes(body[3:5], "big")
-    if bits != 8:
-        raise DataError(f"JPEG with {bits} bits a sample; expected 8")
-    if not (width and height and components):
-        raise DataError(f"JPEG of {width}x{height} pixels and {components} components")
-    factors = (body[7 + 3 * index] for index in range(components))
+    components = body[5]
+    factors = body[7 : 7 + 3 * components : 3]
     return JpegHeader(
-        width=width,
-        height=height,
+        width=int.from_bytes(body[3:5], "big"),
+        height=int.from_bytes(body[1:3], "big"),
         components=components,
-        sampling=tuple((factor >> 4, factor & 15) for factor in factors),
+        sampling=tuple([(factor >> 4, factor & 15) for factor in factors]),
         progressive=marker == 0xC2,
         adobe_transform=adobe,
         frame_offset=offset,
+        process=marker - 0xC0,
+        bits=body[0],
+        orientation=orientation,
     )
+
+
+def _exif_orientation(tiff: bytes) -> int:
+    """Of the first image directory; 1 where there is none, or the segment is damaged: it decides nothing."""
+    order: Literal["big", "little"] = "big" if tiff.startswith(b"MM") else "little"
+    start = int.from_bytes(tiff[4:8], order)
+    count = int.from_bytes(tiff[start : start + 2], order)
+    for at in range(start + 2, min(start + 2 + 12 * count, len(tiff) - 11), 12):
+        if int.from_bytes(tiff[at : at + 2], order) == _ORIENTATION:
+            value = int.from_bytes(tiff[at + 8 : at + 10], order)
+            return value if 1 <= value <= 8 else 1
+    return 1
 
 
 def _not_jpeg(data: bytes) -> str:
     if not data:
         return "empty file"
-    for magic, name in _OTHER_MAGIC.items():
-        if data.startswith(magic):
-            return f"{name}, not JPEG"
+    kind = other_format(data)
+    if kind:
+        return f"{kind}, not JPEG"
     return f"not JPEG: begins with {data[:4].hex(' ')}"
+
+
+def other_format(data: bytes) -> str:
+    """Name of the image format that `data` is in instead; empty where it is none that we know."""
+    for magic, name in _OTHER_MAGIC.items():
+        if data.startswith(magic) and (name != "WebP" or data[8:12] == b"WEBP"):
+            return name
+    return ""

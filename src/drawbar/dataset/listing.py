@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import obstore
@@ -17,7 +19,9 @@ from obstore.store import ObjectStore
 from drawbar.dataset.manifest import MANIFEST_NAME, Manifest, ShardEntry
 from drawbar.errors import DataError, InputError
 
-_NO_SHARD_SUFFIXES = (".json", ".txt", ".md", ".csv", ".html")
+_NO_SHARD_SUFFIXES = (".json", ".txt", ".md", ".csv", ".html", ".idx", ".index", ".pbtxt", ".xml", ".log")
+_NUMBERED = re.compile(r"(.*?)(\d+)-of-(\d+)(.*)")
+"""`train-00003-of-00016`, `x.tfrecord-00003-of-00016`, `train-00003-of-00016.tfrecord`: as TensorFlow names shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +37,8 @@ class ShardInfo:
     """None without a manifest: unknown until the shard is read."""
     record_bytes: tuple[int, ...] | None
     """Framed size of each record in order, or None."""
+    version: str = ""
+    """What the store says an object's content goes by (ETag, else time of change)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +51,8 @@ class Listing:
     """Of names, sizes and record sizes: ranks with the same one see the same set."""
     ignored: tuple[str, ...]
     """Names of objects that look like shards but are not in the manifest."""
+    missing: tuple[str, ...] = ()
+    """Without a manifest: shards that the others' numbers say there should be."""
 
     @property
     def size_bytes(self) -> int:
@@ -55,46 +63,100 @@ class Listing:
         return self.manifest.num_records if self.manifest else None
 
 
-def list_shards(store: ObjectStore, prefix: str, read: Callable[[str, int], bytes] | None = None) -> Listing:
+def split_pattern(url: str) -> tuple[str, str]:
+    """`s3://bucket/all/train-*` to `s3://bucket/all` and `train-*`; an empty pattern where the last part has no `*`."""
+    before, slash, last = url.rpartition("/")
+    return (before if slash else ".", last) if "*" in last else (url, "")
+
+
+def list_shards(
+    store: ObjectStore, prefix: str, read: Callable[[str, int], bytes] | None = None, pattern: str = ""
+) -> Listing:
     """The shards directly under `prefix` (a whole path, without the last slash); folders below it are left out.
 
     With a manifest, exactly its shards. Without, every object whose name does not start with `.` or `_` and is not
-    that of a text file; their record counts are unknown then.
+    that of a text file; their record counts are unknown then. `pattern` (see `split_pattern`) picks some by name:
+    TensorFlow's converters write the training and the validation shards to one folder.
 
     `read` gets an object by key and size; a run passes its counted reads, so that the manifest's bytes are counted too.
 
-    Raises InputError where there are none; DataError for a manifest that is no manifest, and for shards that are
-    missing or have another size than it says.
+    Raises InputError where there are none, or those of several sets; DataError for a manifest that is no manifest, and
+    for shards that are missing or have another size than it says.
     """
     prefix = prefix.strip("/")
-    sizes = object_sizes(store, prefix)
-    candidates = sorted(name for name in sizes if looks_like_shard(name))
-    if MANIFEST_NAME in sizes:
-        manifest = load_manifest(store, prefix, read, sizes[MANIFEST_NAME])
+    objects = objects_under(store, prefix)
+    sizes = {name: size for name, (size, _) in objects.items()}
+    candidates = sorted(name for name in sizes if looks_like_shard(name) and matches(name, pattern))
+    manifest = load_manifest(store, prefix, read, sizes[MANIFEST_NAME]) if MANIFEST_NAME in sizes else None
+    if manifest is not None and all(matches(entry.name, pattern) for entry in manifest.shards):
         shards = tuple(_checked(entry, sizes, prefix) for entry in sorted(manifest.shards, key=lambda s: s.name))
     else:
         manifest = None
-        shards = tuple(
-            ShardInfo(key=join(prefix, name), name=name, size_bytes=sizes[name], num_records=None, record_bytes=None)
-            for name in candidates
-        )
+        refuse_several_sets(candidates, prefix)
+        shards = tuple(foreign_shard(prefix, name, *objects[name]) for name in candidates)
     if not shards:
-        raise InputError(
-            f"no shards under {prefix or '/'!r}" + _what_is_there(sizes),
-            hint="data.url names the prefix that holds the shards themselves, such as s3://bucket/train",
-        )
+        raise no_shards(sizes, prefix, pattern)
     known = {shard.name for shard in shards}
     ignored = tuple(name for name in candidates if name not in known)
-    return Listing(shards=shards, manifest=manifest, sha256=_sha256(shards), ignored=ignored)
+    missing = () if manifest else missing_names(candidates)
+    return Listing(shards=shards, manifest=manifest, sha256=sha256_of(shards), ignored=ignored, missing=missing)
 
 
 def object_sizes(store: ObjectStore, prefix: str) -> dict[str, int]:
     """Size in bytes of each object directly under `prefix`, by the last part of its key."""
+    return {name: size for name, (size, _) in objects_under(store, prefix).items()}
+
+
+def objects_under(store: ObjectStore, prefix: str) -> dict[str, tuple[int, str]]:
+    """Size in bytes and version of each object directly under `prefix`, by the last part of its key."""
     found = obstore.list_with_delimiter(store, prefix or None)
     below = prefix + "/" if prefix else ""  # a store's empty object for the folder itself is none of them
     return {
-        item["path"].removeprefix(below): item["size"] for item in found["objects"] if item["path"].startswith(below)
+        item["path"].removeprefix(below): (item["size"], item["e_tag"] or item["last_modified"].isoformat())
+        for item in found["objects"]
+        if item["path"].startswith(below)
     }
+
+
+def foreign_shard(prefix: str, name: str, size_bytes: int, version: str = "") -> ShardInfo:
+    """A shard of which only the listing is known."""
+    return ShardInfo(
+        key=join(prefix, name), name=name, size_bytes=size_bytes, num_records=None, record_bytes=None, version=version
+    )
+
+
+def no_shards(sizes: Mapping[str, int], prefix: str, pattern: str) -> InputError:
+    return InputError(
+        f"no shards {pattern or ''}{' ' if pattern else ''}under {prefix or '/'!r}" + _what_is_there(sizes),
+        hint="data.url names the prefix that holds the shards themselves, such as s3://bucket/train",
+    )
+
+
+def refuse_several_sets(names: Sequence[str], prefix: str) -> None:
+    """Raises InputError where names tell of several numbered sets: reading them as one would mix the splits."""
+    sets: Counter[str] = Counter()
+    for name in names:
+        number = _NUMBERED.fullmatch(name)
+        if number:
+            sets[f"{number[1]}*-of-{number[3]}{number[4]}"] += 1
+    if len(sets) > 1:
+        named = ", ".join(f"{name} ({count} shards)" for name, count in sorted(sets.items())[:4])
+        raise InputError(
+            f"{len(sets)} sets under {prefix or '/'!r}: {named}",
+            hint=f"end the URL with the names of one of them, such as /{min(sets)}",
+        )
+
+
+def missing_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Shards of a numbered set that are not there, from the numbers of those that are. At most 100,000 are named."""
+    found = [number for name in names if (number := _NUMBERED.fullmatch(name))]
+    if not found or len(found) != len(names):
+        return ()
+    first, there = found[0], {int(number[2]) for number in found}
+    total = min(int(first[3]), 100_000)
+    width = len(first[2])
+    wanted = (i for i in range(total) if i not in there)
+    return tuple(f"{first[1]}{i:0{width}d}-of-{first[3]}{first[4]}" for i in wanted)
 
 
 def load_manifest(
@@ -107,6 +169,11 @@ def load_manifest(
 
 def looks_like_shard(name: str) -> bool:
     return not name.startswith((".", "_")) and not name.lower().endswith(_NO_SHARD_SUFFIXES)
+
+
+def matches(name: str, pattern: str) -> bool:
+    """`*` stands for any characters; an empty pattern takes every name."""
+    return not pattern or re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name) is not None
 
 
 def join(prefix: str, name: str) -> str:
@@ -141,6 +208,6 @@ def _what_is_there(sizes: Mapping[str, int]) -> str:
     return f": only {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _sha256(shards: tuple[ShardInfo, ...]) -> str:
+def sha256_of(shards: tuple[ShardInfo, ...]) -> str:
     canonical = [[shard.name, shard.size_bytes, shard.record_bytes] for shard in shards]
     return hashlib.sha256(json.dumps(canonical, separators=(",", ":")).encode()).hexdigest()

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
 
 from drawbar.dataset.tfrecord import FRAME_BYTES
 from drawbar.errors import DataError
+
+Action = Literal["skipped", "fixed", "kept"]
+RecordSchema = Literal["imagenet", "coco"]
 
 MANIFEST_NAME = "manifest.json"
 SCHEMA = 1
@@ -46,11 +49,13 @@ class ShardEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class BadFile:
-    """A source file that is not in the set."""
+    """A source file that was not as it should be, and what was done with it."""
 
     path: str
     """Below the source folder."""
     reason: str
+    action: Action = "skipped"
+    """`skipped`: not in the set; `fixed`: there as a re-encoded RGB JPEG; `kept`: there with its own bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,23 +69,32 @@ class Manifest:
     labels: tuple[str, ...]
     """Class names in label order: label 1 is the first; 0 is left for background."""
     class_counts: tuple[int, ...]
-    """Records per class, in label order."""
+    """By class, in label order: records, or with the COCO schema objects."""
     shards: tuple[ShardEntry, ...]
     bad: tuple[BadFile, ...] = ()
     source_sha256: str = ""
     """Of the source's file names and sizes and the packing's settings: equal means the same shards."""
     tool_version: str = ""
     schema: int = SCHEMA
+    record_schema: RecordSchema = "imagenet"
+    """Which keys the records have."""
+    on_bad: str = "fail"
+    """What was asked for: `fail`, `skip` or `fix`."""
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    """What the source had to say: counts of boxes dropped, the map of categories."""
 
     def __post_init__(self) -> None:
         if len(self.class_counts) != len(self.labels):
             raise DataError(f"{len(self.labels)} labels, but {len(self.class_counts)} class counts")
-        if sum(self.class_counts) != self.num_records:
+        if self.record_schema == "imagenet" and sum(self.class_counts) != self.num_records:
             raise DataError(
                 f"class counts add up to {sum(self.class_counts)}, the shards to {self.num_records} records"
             )
         if len({shard.name for shard in self.shards}) != len(self.shards):
             raise DataError("two shards have the same name")
+
+    def bad_paths(self, action: Action) -> list[str]:
+        return [item.path for item in self.bad if item.action == action]
 
     @property
     def num_classes(self) -> int:
@@ -101,13 +115,16 @@ class Manifest:
             "tool": "drawbar",
             "tool_version": self.tool_version,
             "split": self.split,
+            "record_schema": self.record_schema,
             "seed": self.seed,
+            "on_bad": self.on_bad,
             "source_sha256": self.source_sha256,
             "num_classes": self.num_classes,
             "num_records": self.num_records,
             "size_bytes": self.size_bytes,
             "labels": self.labels,
             "class_counts": self.class_counts,
+            "notes": dict(self.notes),
             "bad": [asdict(item) for item in self.bad],
         }
         lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
@@ -140,14 +157,15 @@ def _from_tree(tree: Mapping[str, Any]) -> Manifest:
         seed=_get(tree, "seed", int),
         labels=_tuple(tree, "labels", str),
         class_counts=_tuple(tree, "class_counts", int),
-        shards=tuple(_shard(item) for item in _tuple(tree, "shards", dict)),
-        bad=tuple(
-            BadFile(path=_get(item, "path", str), reason=_get(item, "reason", str))
-            for item in _tuple(tree, "bad", dict)
-        ),
+        shards=tuple(shard_entry(item) for item in _tuple(tree, "shards", dict)),
+        bad=tuple(bad_file(item) for item in _tuple(tree, "bad", dict)),
         source_sha256=_get(tree, "source_sha256", str),
         tool_version=_get(tree, "tool_version", str),
         schema=_get(tree, "schema", int),
+        # Sets of the first version have none of these.
+        record_schema=_one_of(tree, "record_schema", get_args(RecordSchema), "imagenet"),
+        on_bad=_one_of(tree, "on_bad", ("fail", "skip", "fix"), "skip"),
+        notes=_get(tree, "notes", dict) if "notes" in tree else {},
     )
     for key in ("num_classes", "num_records", "size_bytes"):
         announced = _get(tree, key, int)
@@ -156,7 +174,17 @@ def _from_tree(tree: Mapping[str, Any]) -> Manifest:
     return manifest
 
 
-def _shard(item: Mapping[str, Any]) -> ShardEntry:
+def bad_file(item: Mapping[str, Any]) -> BadFile:
+    """From JSON. Raises DataError for what is none."""
+    return BadFile(
+        path=_get(item, "path", str),
+        reason=_get(item, "reason", str),
+        action=_one_of(item, "action", get_args(Action), "skipped"),
+    )
+
+
+def shard_entry(item: Mapping[str, Any]) -> ShardEntry:
+    """From JSON. Raises DataError for what is none."""
     return ShardEntry(
         name=_get(item, "name", str),
         size_bytes=_get(item, "size_bytes", int),
@@ -172,6 +200,13 @@ def _get(tree: Mapping[str, Any], key: str, kind: type[Any]) -> Any:
     value = tree[key]
     if not isinstance(value, kind) or (kind is int and value < 0):
         raise DataError(f"{key} is {str(value)[:60]!r}; expected {kind.__name__}")
+    return value
+
+
+def _one_of(tree: Mapping[str, Any], key: str, allowed: tuple[str, ...], default: str) -> Any:
+    value = tree.get(key, default)
+    if value not in allowed:
+        raise DataError(f"{key} is {str(value)[:60]!r}; expected {', '.join(allowed)}")
     return value
 
 

@@ -1,32 +1,34 @@
-"""Makes an ImageNet-like set: JPEG files in class folders, `n00000001/n00000001_12.JPEG`.
+"""An ImageNet-like set: JPEG files in class folders, `n00000001/n00000001_12.JPEG`, or their records without a folder.
 
-Owns the set on disk: who makes which file, resuming, and what is refused. What a file shows belongs to `picture`.
-Each file follows from (seed, number) alone, so the set is the same whatever the number of workers; files appear
-under their names only when whole, so an interrupted run can go on.
+Owns the set: who makes which file, resuming, and what is refused. What a file shows belongs to `picture`.
+Each file follows from (seed, number) alone, so the set is the same whatever the number of workers, and the same whether
+it is packed from a folder or never touches one; files appear under their names only when whole, so an interrupted run
+can go on.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import cv2
-
-from drawbar.dataset.picture import make_picture
-from drawbar.dataset.source import Progress
-from drawbar.errors import EnvironmentUnfit, InputError, RunFailed
+from drawbar.dataset import picture
+from drawbar.dataset.items import Item
+from drawbar.dataset.labelled import LabelledItem, LabelledSource
+from drawbar.dataset.making import Progress, check_least, claim, in_chunks, write_whole
+from drawbar.errors import EnvironmentUnfit, InputError
 
 MARKER_NAME = "drawbar-synthetic.json"
 GENERATOR = 1
 """Goes up when the same settings would give other pictures."""
+
+SMALLEST_SIZE = 32
+LARGEST_SIZE = 4096
 
 _CHUNK = 32
 
@@ -48,13 +50,26 @@ class SyntheticStats:
 
 
 @dataclass(frozen=True)
-class _Set:
+class ImagenetLikeSet:
     """Settings that decide every byte; picklable, as workers get it."""
 
-    folder: str
     num_images: int
-    num_classes: int
-    seed: int
+    num_classes: int = 1000
+    seed: int = 1
+    size: int = picture.FULL_SIZE
+    """Pixels of the long side of an average picture. Small ones are for quick learning."""
+
+    def __post_init__(self) -> None:
+        """Raises InputError for a wrong setting."""
+        check_least(
+            (
+                ("number of images", self.num_images, 1),
+                ("number of classes", self.num_classes, 1),
+                ("seed", self.seed, 0),
+            )
+        )
+        if not SMALLEST_SIZE <= self.size <= LARGEST_SIZE:
+            raise InputError(f"size is {self.size}; expected {SMALLEST_SIZE} to {LARGEST_SIZE} pixels")
 
     def place(self, index: int) -> tuple[str, str]:
         """Class folder and file name of image `index`; images go round the classes."""
@@ -62,12 +77,24 @@ class _Set:
         name = class_name(label + 1)
         return name, f"{name}_{number}.JPEG"
 
+    def label(self, index: int) -> int:
+        """1..N."""
+        return index % self.num_classes + 1
+
+    def draw(self, index: int) -> bytes:
+        return picture.make_picture(self.seed, index, self.label(index), size=self.size)
+
+    def expected_bytes(self, index: int) -> int:
+        """About what the picture will have."""
+        return round(picture.target_bytes(self.seed, index) * (self.size / picture.FULL_SIZE) ** 2)
+
     def marker(self) -> dict[str, int]:
         return {
             "generator": GENERATOR,
             "num_images": self.num_images,
             "num_classes": self.num_classes,
             "seed": self.seed,
+            "size": self.size,
         }
 
 
@@ -82,6 +109,7 @@ def make_imagenet_like(
     num_images: int,
     num_classes: int = 1000,
     seed: int = 1,
+    size: int = picture.FULL_SIZE,
     workers: int = 0,
     progress: Progress = lambda stage, done, total: None,
 ) -> SyntheticStats:
@@ -93,129 +121,72 @@ def make_imagenet_like(
     Raises InputError for a wrong setting or a `dest` that holds something else, EnvironmentUnfit where files cannot
     be written, RunFailed where a worker process dies.
     """
-    started = time.perf_counter()
-    _check_settings(num_images, num_classes, seed, workers)
-    wanted = _Set(str(dest), num_images, num_classes, seed)
+    started_s = time.perf_counter()
+    wanted = ImagenetLikeSet(num_images, num_classes, seed, size)
+    check_least((("number of workers", workers, 0),))
     try:
-        _claim(dest, wanted)
-        missing = _missing(wanted)
-        for done in _made(wanted, missing, workers or len(os.sched_getaffinity(0))):
-            progress("make", num_images - len(missing) + done, num_images)
-        sizes = _sizes(wanted)
+        names = map(class_name, range(1, num_classes + 1))
+        claim(dest, MARKER_NAME, wanted.marker(), names, defaults={"size": picture.FULL_SIZE})
+        missing = _missing(dest, wanted)
+        done = num_images - len(missing)
+        chunks = [missing[start : start + _CHUNK] for start in range(0, len(missing), _CHUNK)]
+        for made in in_chunks(_make_chunk, (dest, wanted), chunks, workers):
+            done += made
+            progress("make", done, num_images)
+        sizes = _sizes(dest, wanted)
     except OSError as error:
         raise EnvironmentUnfit(f"cannot write to {dest}: {error.strerror or error}") from None
-    except BrokenProcessPool:
-        raise RunFailed(
-            "a worker process making images was killed", hint="perhaps for memory; use fewer workers and run it again"
-        ) from None
     total_bytes = sum(sizes[wanted.place(index)] for index in range(num_images))
     return SyntheticStats(
         num_images=num_images,
         num_classes=num_classes,
         total_bytes=total_bytes,
         made=len(missing),
-        elapsed_s=time.perf_counter() - started,
+        elapsed_s=time.perf_counter() - started_s,
     )
 
 
-def _check_settings(num_images: int, num_classes: int, seed: int, workers: int) -> None:
-    for name, value, least in (
-        ("number of images", num_images, 1),
-        ("number of classes", num_classes, 1),
-        ("seed", seed, 0),
-        ("number of workers", workers, 0),
-    ):
-        if value < least:
-            raise InputError(f"{name} is {value}; expected at least {least}")
-
-
-def _claim(dest: Path, wanted: _Set) -> None:
-    """Makes `dest` and its class folders, or finds that it is this set's already."""
-    if dest.exists() and not dest.is_dir():
-        raise InputError(f"{dest} is no folder")
-    dest.mkdir(parents=True, exist_ok=True)
-    marker = dest / MARKER_NAME
-    if marker.exists():
-        found = _read_marker(marker)
-        if found != wanted.marker():
-            differing = ", ".join(
-                f"{key} {found.get(key)} instead of {value}"
-                for key, value in wanted.marker().items()
-                if found.get(key) != value
-            )
-            raise InputError(f"{dest} holds another synthetic set: {differing}", hint="choose another folder")
-    elif any(dest.iterdir()):
-        raise InputError(f"{dest} is not empty and no synthetic set", hint="choose a new or empty folder")
-    else:
-        _write_whole(marker, json.dumps(wanted.marker(), indent=1).encode())
-    for label in range(1, wanted.num_classes + 1):
-        (dest / class_name(label)).mkdir(exist_ok=True)
-
-
-def _read_marker(marker: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(marker.read_bytes())
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise InputError(f"{marker} is damaged", hint="delete the folder, or choose another")
-    return {key: found.get(key) for key in ("generator", "num_images", "num_classes", "seed")}
-
-
-def _sizes(wanted: _Set) -> dict[tuple[str, str], int]:
+def _sizes(dest: Path, wanted: ImagenetLikeSet) -> dict[tuple[str, str], int]:
     """Size in bytes of every file that is there, by class folder and name."""
     sizes = {}
     for label in range(1, wanted.num_classes + 1):
         name = class_name(label)
-        with os.scandir(f"{wanted.folder}/{name}") as entries:
+        with os.scandir(dest / name) as entries:
             sizes.update({(name, entry.name): entry.stat().st_size for entry in entries})
     return sizes
 
 
-def _missing(wanted: _Set) -> list[int]:
-    sizes = _sizes(wanted)
+def _missing(dest: Path, wanted: ImagenetLikeSet) -> list[int]:
+    sizes = _sizes(dest, wanted)
     return [index for index in range(wanted.num_images) if wanted.place(index) not in sizes]
 
 
-def _made(wanted: _Set, missing: Sequence[int], workers: int) -> Iterator[int]:
-    """Makes the missing images; yields how many are done so far."""
-    chunks = [missing[start : start + _CHUNK] for start in range(0, len(missing), _CHUNK)]
-    done = 0
-    if workers == 1 or len(chunks) < 2:
-        threads = cv2.getNumThreads()
-        cv2.setNumThreads(1)
-        try:
-            for chunk in chunks:
-                done += _make_chunk(wanted, chunk)
-                yield done
-        finally:
-            cv2.setNumThreads(threads)
-        return
-    # Spawned, not forked: a fork of a process whose libraries run threads can hang.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(workers, len(chunks)), context, initializer=_start_worker)
-    try:
-        for future in as_completed([pool.submit(_make_chunk, wanted, chunk) for chunk in chunks]):
-            done += future.result()
-            yield done
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _start_worker() -> None:
-    cv2.setNumThreads(1)  # one process per core is enough
-
-
-def _make_chunk(wanted: _Set, indices: Sequence[int]) -> int:
+def _make_chunk(job: tuple[Path, ImagenetLikeSet], indices: Sequence[int]) -> int:
+    dest, wanted = job
     for index in indices:
-        folder, name = wanted.place(index)
-        data = make_picture(wanted.seed, index, index % wanted.num_classes + 1)
-        _write_whole(Path(wanted.folder, folder, name), data)
+        write_whole(dest.joinpath(*wanted.place(index)), wanted.draw(index))
     return len(indices)
 
 
-def _write_whole(path: Path, data: bytes) -> None:
-    """Under its name only when whole; the temporary name is the same each time, so a left one is overwritten."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(data)
-    temporary.replace(path)
+class SyntheticSource(LabelledSource):
+    """The same records as of the set on disk, each picture drawn when it is read. See `items.Source`."""
+
+    def __init__(self, wanted: ImagenetLikeSet) -> None:
+        self._wanted = wanted
+        labels = [class_name(label) for label in range(1, wanted.num_classes + 1)]
+        items = [self._item(index) for index in range(wanted.num_images)]
+        items.sort(key=lambda item: item.path)
+        super().__init__(root="", labels=labels, items=items, notes={"synthetic": wanted.marker()})
+
+    def read(self, item: Item) -> bytes:
+        assert isinstance(item, LabelledItem)  # noqa: S101  our bug only
+        return self._wanted.draw(item.offset)
+
+    def fingerprint(self) -> str:
+        settings: list[Any] = ["imagenet-like", self._wanted.marker()]
+        return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+
+    def _item(self, index: int) -> LabelledItem:
+        """Its size is an estimate; its offset is its number."""
+        path = "/".join(self._wanted.place(index))
+        return LabelledItem(path, self._wanted.expected_bytes(index), self._wanted.label(index), offset=index)

@@ -9,8 +9,8 @@ belongs to the caller.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple
 
 import google_crc32c
 
@@ -23,12 +23,23 @@ FRAME_BYTES = HEADER_BYTES + FOOTER_BYTES
 MAX_PAYLOAD_BYTES = 1 << 30
 """An announced length beyond this is called absurd rather than waited for: no image comes near it."""
 
+GZIP_MAGIC = b"\x1f\x8b\x08"
+
+Compression = Literal["", "gzip", "zlib"]
+"""Of a whole shard, see `compressed`; empty: none."""
+
 _MASK_DELTA = 0xA282EAD8
 _HEADER = struct.Struct("<QI")
 _UINT32 = struct.Struct("<I")
 _UINT64 = struct.Struct("<Q")
-_GZIP = b"\x1f\x8b"
-_ZLIB = (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
+
+
+class FramingError(DataError):
+    """A fault in a shard's bytes, after which nothing more of it can be read."""
+
+    def __init__(self, shard: str, offset: int, reason: str, message: str = "", hint: str | None = None) -> None:
+        super().__init__(message or f"{shard}: byte offset {offset}: {reason}", hint=hint)
+        self.shard, self.offset, self.reason = shard, offset, reason
 
 
 class RawRecord(NamedTuple):
@@ -48,10 +59,30 @@ def masked_crc32c(data: bytes) -> int:
 
 def frame(payload: bytes) -> bytes:
     """The payload with its frame: `len(payload) + FRAME_BYTES` bytes."""
+    header, footer = frame_ends(payload)
+    return b"".join((header, payload, footer))
+
+
+def frame_ends(payload: bytes) -> tuple[bytes, bytes]:
+    """What stands before and behind the payload, for a writer that does not want it copied."""
     length = _UINT64.pack(len(payload))
-    return b"".join(
-        (length, _UINT32.pack(masked_crc32c(length)), payload, _UINT32.pack(masked_crc32c(payload))),
-    )
+    return length + _UINT32.pack(masked_crc32c(length)), _UINT32.pack(masked_crc32c(payload))
+
+
+def compression_of(head: bytes | bytearray | memoryview) -> Compression:
+    """Of a shard that begins with `head`: its first `HEADER_BYTES` bytes, fewer where it has no more.
+
+    A record's length can look like a magic number, so whatever has a header with a right CRC is not compressed.
+    """
+    start = bytes(head[:HEADER_BYTES])
+    if len(start) == HEADER_BYTES and _HEADER.unpack(start)[1] == masked_crc32c(start[:8]):
+        return ""
+    if start.startswith(GZIP_MAGIC):
+        return "gzip"
+    # RFC 1950: method 8 (deflate), a window of at most 32 KiB, no preset dictionary, both bytes a multiple of 31.
+    if len(start) >= 2 and start[0] & 0x8F == 8 and not start[1] & 0x20 and (start[0] << 8 | start[1]) % 31 == 0:
+        return "zlib"
+    return ""
 
 
 class RecordSplitter:
@@ -60,14 +91,24 @@ class RecordSplitter:
     `start` and `end` are byte offsets in the shard, both at record boundaries; `end` None means unknown. A record
     inside one chunk is copied once, into its payload; one that crosses chunks is copied twice.
 
-    After a DataError the splitter must not be used again.
+    A record whose data have a wrong CRC raises, unless there is `on_bad_data`: then its offset and the reason go there,
+    and the record is left out. After a DataError the splitter must not be used again.
     """
 
-    def __init__(self, shard: str, start: int = 0, end: int | None = None) -> None:
+    def __init__(
+        self,
+        shard: str,
+        start: int = 0,
+        end: int | None = None,
+        on_bad_data: Callable[[int, str], None] | None = None,
+    ) -> None:
         self.shard = shard
+        self.num_records = 0
+        """Records so far, those left out included."""
         self.offset = start
         """Where the next record starts, in bytes from the start of the shard."""
         self._end = end
+        self._on_bad_data = on_bad_data
         self._pending = bytearray()
         self._frame_bytes = 0
         """Size of the record that `_pending` begins, once its header is there."""
@@ -84,7 +125,9 @@ class RecordSplitter:
             position = self._fill(view)
             if position < 0:
                 return
-            yield self._take(memoryview(bytes(self._pending)), 0, self._frame_bytes)
+            record = self._take(memoryview(bytes(self._pending)), 0, self._frame_bytes)
+            if record is not None:
+                yield record
             self._pending.clear()
             self._frame_bytes = 0
         while size - position >= HEADER_BYTES:
@@ -92,7 +135,9 @@ class RecordSplitter:
             if size - position < frame_bytes:
                 self._frame_bytes = frame_bytes
                 break
-            yield self._take(view, position, frame_bytes)
+            record = self._take(view, position, frame_bytes)
+            if record is not None:
+                yield record
             position += frame_bytes
         self._pending += view[position:]
 
@@ -131,10 +176,9 @@ class RecordSplitter:
         if (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & 0xFFFFFFFF != length_crc:
             if self.offset == 0:
                 self._refuse_compressed(view[position:])
-                raise DataError(
-                    f"{self.shard} is not a TFRecord file: wrong CRC of the length at byte offset 0",
-                    hint="every object under the prefix is read as a shard; move other files elsewhere",
-                )
+                reason = "is not a TFRecord file: wrong CRC of the length at byte offset 0"
+                hint = "every object under the prefix is read as a shard; move other files elsewhere"
+                raise FramingError(self.shard, 0, reason, f"{self.shard} {reason}", hint)
             raise self._error("wrong CRC of the record's length")
         if length > MAX_PAYLOAD_BYTES:
             raise self._error(f"absurd record length: {length} bytes (at most {MAX_PAYLOAD_BYTES})")
@@ -147,25 +191,30 @@ class RecordSplitter:
             )
         return frame_bytes
 
-    def _take(self, view: memoryview, position: int, frame_bytes: int) -> RawRecord:
+    def _take(self, view: memoryview, position: int, frame_bytes: int) -> RawRecord | None:
         start = position + HEADER_BYTES
         end = position + frame_bytes - FOOTER_BYTES
         payload = bytes(view[start:end])  # google_crc32c takes bytes only
         crc: int = google_crc32c.value(payload)
+        record: RawRecord | None
         if (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & 0xFFFFFFFF != _UINT32.unpack_from(view, end)[0]:
-            raise self._error(f"wrong CRC of the record's data ({len(payload)} bytes)")
-        record = RawRecord(self.shard, self.offset, payload)
+            record = None
+            reason = f"wrong CRC of the record's data ({len(payload)} bytes)"
+            if self._on_bad_data is None:
+                raise self._error(reason)
+            self._on_bad_data(self.offset, reason)
+        else:
+            record = RawRecord(self.shard, self.offset, payload)
         self.offset += frame_bytes
+        self.num_records += 1
         return record
 
     def _refuse_compressed(self, head: bytearray | memoryview) -> None:
-        magic = bytes(head[:2])
-        kind = "gzip" if magic == _GZIP else "zlib" if magic in _ZLIB else ""
+        kind = compression_of(head)
         if kind:
-            raise DataError(
-                f"{self.shard} is not a TFRecord file: it is {kind}-compressed",
-                hint="compressed TFRecords are not read yet; write them uncompressed",
-            )
+            reason = f"is not a TFRecord file: it is {kind}-compressed"
+            hint = "a set with a manifest, and part of a shard, are read uncompressed only"
+            raise FramingError(self.shard, 0, reason, f"{self.shard} {reason}", hint)
 
-    def _error(self, reason: str) -> DataError:
-        return DataError(f"{self.shard}: byte offset {self.offset}: {reason}")
+    def _error(self, reason: str) -> FramingError:
+        return FramingError(self.shard, self.offset, reason)

@@ -2,8 +2,8 @@
 
 One image's way, in the order of the code below:
 
-    plan -> chunks -> _fetched (GETs ahead of need) -> _records (framing, CRCs) -> _shuffled (bounded) -> _batches
-    (decode threads fill slots) -> next_batch
+    plan -> chunks -> _fetched (GETs ahead of need) -> _records (decompression, framing, CRCs) -> _shuffled (bounded)
+    -> _batches (decode threads fill slots) -> next_batch
 
 A feeder thread drives these generators and puts batches that are being decoded into a bounded queue; `next_batch`
 waits for the oldest. Memory is bounded by `read_ahead * request_bytes` for bytes, `shuffle_buffer` records, and
@@ -25,12 +25,13 @@ import numpy as np
 import numpy.typing as npt
 
 from drawbar.config import Input, Storage
+from drawbar.dataset.compressed import Decompressor, Inflation
 from drawbar.dataset.example import parse_image_example
 from drawbar.dataset.listing import ShardInfo
-from drawbar.dataset.tfrecord import FRAME_BYTES, RecordSplitter
+from drawbar.dataset.tfrecord import FRAME_BYTES, RecordSplitter, compression_of
 from drawbar.errors import DataError, RunFailed
 from drawbar.input.augment import Pixels, record_rng, train_image
-from drawbar.input.plan import Chunk, chunks, plan_epoch
+from drawbar.input.plan import Chunk, Span, chunks, plan_epoch
 from drawbar.journal import InputTotals
 from drawbar.storage.stores import CountedReader
 
@@ -111,6 +112,7 @@ class Loader:
         # Bytes on their way, counted stage by stage and not as a difference, so that a record lost or doubled shows.
         self._ahead: deque[tuple[Chunk, Future[bytes]]] = deque()
         self._held: list[Record] = []
+        self._inflation = Inflation()
         self._split_input_bytes = 0
         self._split_output_bytes = 0
         self._batched_bytes = 0
@@ -155,6 +157,7 @@ class Loader:
             received_bytes=self._reader.received_bytes,
             trained_bytes=self._trained_bytes,
             discarded_bytes=self._discarded_bytes(),
+            inflated_bytes=self._inflation.gained_bytes,
             decoded_images=self._decoded,
             trained_images=self._trained,
             bad_images=0,
@@ -162,12 +165,12 @@ class Loader:
         )
 
     def _discarded_bytes(self) -> int:
-        """Bodies never cut, a record cut short, records held, batches not trained, and tries that failed."""
+        """Bodies never cut or decompressed, a record cut short, records held, batches not trained, failed tries."""
         unread = sum(len(body.result()) for _, body in self._ahead if not body.cancelled() and body.exception() is None)
         cut_short = self._split_input_bytes - self._split_output_bytes
         held = sum(record.framed_bytes for record in self._held)
         untrained = self._batched_bytes - self._trained_bytes
-        return unread + cut_short + held + untrained + self._reader.failed_bytes
+        return unread + self._inflation.waiting_bytes + cut_short + held + untrained + self._reader.failed_bytes
 
     # --- the feeder thread: one stage per line -------------------------------------------------------------------
 
@@ -224,17 +227,22 @@ class Loader:
 
     def _records(self, fetched: Iterable[tuple[Chunk, bytes]]) -> Iterator[Record]:
         for span, group in itertools.groupby(fetched, key=lambda pair: pair[0].span):
-            splitter = RecordSplitter(span.key, span.start, span.end)
+            bodies = (body for _, body in group)
+            first = next(bodies)
+            # With record sizes known (a manifest, an index) a shard is not compressed, and a span may be part of it.
+            whole = self._plan.shards[span.shard].record_bytes is None
+            kind = compression_of(first) if whole else ""
+            stream = Decompressor(span.key, kind, self._inflation) if kind else None
+            splitter = RecordSplitter(span.key, span.start, None if stream else span.end)
             found = 0
-            for _, body in group:
-                self._split_input_bytes += len(body)
-                for raw in splitter.feed(body):
-                    record = Record(
-                        shard=span.shard, key=span.key, offset=raw.offset, epoch=span.epoch, payload=raw.payload
-                    )
-                    self._split_output_bytes += record.framed_bytes
-                    found += 1
-                    yield record
+            for body in itertools.chain((first,), bodies):
+                for piece in stream.feed(body) if stream else (body,):
+                    self._split_input_bytes += len(piece)
+                    for record in self._split(splitter, span, piece):
+                        found += 1
+                        yield record
+            if stream:
+                stream.finish()
             splitter.finish()
             if span.num_records is not None and found != span.num_records:
                 raise DataError(
@@ -242,6 +250,12 @@ class Loader:
                     f"{span.num_records}",
                     hint="manifest and shards do not belong together: pack the set again",
                 )
+
+    def _split(self, splitter: RecordSplitter, span: Span, piece: bytes) -> Iterator[Record]:
+        for raw in splitter.feed(piece):
+            record = Record(shard=span.shard, key=span.key, offset=raw.offset, epoch=span.epoch, payload=raw.payload)
+            self._split_output_bytes += record.framed_bytes
+            yield record
 
     def _shuffled(self, records: Iterable[Record]) -> Iterator[Record]:
         """A bounded shuffle: each record swaps places with a random one of the last `shuffle_buffer`."""

@@ -49,7 +49,7 @@ def check_plan(shards: Sequence[ShardInfo], *, world_size: int, batch_size: int)
             raise InputError(
                 f"more ranks than shards: {world_size} ranks, {len(shards)} shards without a manifest",
                 hint=f"use at most {len(shards)} ranks, or make the shards with `drawbar data pack`, whose manifest "
-                "lets ranks share a shard",
+                "lets ranks share a shard; compressed shards cannot be shared",
             )
         return
     records = sum(count or 0 for count in counts)

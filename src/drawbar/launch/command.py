@@ -29,7 +29,7 @@ def run_and_report(recipe: Recipe, out: Path | None, json_out: bool) -> Result:
     with launcher.new_run_dir(run_dir):
         try:
             terminal.status("checking the recipe against storage")
-            storage = launcher.check_storage(recipe)
+            storage = launcher.check_storage(recipe, terminal.status)
             with launcher.reserve(storage):
                 (run_dir / "recipe.toml").write_text(recipe.to_toml())
                 try:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from drawbar.config import Recipe
+from drawbar.dataset.index import INDEX_VARIABLE, ShardIndex
+from drawbar.dataset.listing import split_pattern
 from drawbar.input.augment import Pixels
 from drawbar.input.loader import Loader, ReadPlan
 from drawbar.journal import InputTotals, JournalWriter
@@ -90,11 +93,15 @@ class DataFeed:
         self._pinned = device.type == "cuda"
         on_s3 = parse_url(recipe.data.url).on_s3
         address = endpoint_of_rank(addresses(recipe), world.rank) if on_s3 else None
-        place = open_place(recipe.data.url, address, Credentials.from_environment() if on_s3 else None, recipe.storage)
+        url, pattern = split_pattern(recipe.data.url)
+        place = open_place(url, address, Credentials.from_environment() if on_s3 else None, recipe.storage)
         self._reader = CountedReader(place, recipe.storage, journal.write)
         self._listing = list_place(
-            place, recipe.data.url, lambda key, size: self._reader.get(key, 0, size, kind="metadata")
+            place, url, lambda key, size: self._reader.get(key, 0, size, kind="metadata"), pattern
         )
+        index = os.environ.get(INDEX_VARIABLE)
+        if index:
+            self._listing = ShardIndex.load(Path(index)).apply(self._listing)
         self._loader: Loader | None = None
         self.endpoint = place.endpoint
         self.dataset_sha256 = self._listing.sha256

@@ -13,11 +13,11 @@ _TRIES = 4
 _PAUSE_S = 0.3
 
 
-def list_place(place: Place, url: str, read: Callable[[str, int], bytes] | None = None) -> Listing:
+def list_place(place: Place, url: str, read: Callable[[str, int], bytes] | None = None, pattern: str = "") -> Listing:
     """Raises InputError, EnvironmentUnfit, DataError, or RunFailed after the last try."""
     for attempt in range(1, _TRIES + 1):
         try:
-            return list_shards(place.store, place.prefix, read)
+            return list_shards(place.store, place.prefix, read, pattern)
         except DrawbarError:
             raise
         except Exception as error:

@@ -10,29 +10,32 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 import psutil
 
 from drawbar.config import Recipe
-from drawbar.dataset.listing import Listing
+from drawbar.dataset.index import INDEX_NAME, INDEX_VARIABLE, ShardIndex, find_or_scan
+from drawbar.dataset.listing import Listing, split_pattern
 from drawbar.errors import DrawbarError, EnvironmentUnfit, InputError, Interrupted, RunFailed
 from drawbar.input.plan import check_plan
-from drawbar.journal import Cache, Clock, Error, JournalWriter, RunEnd, RunStart, Step, Witness
+from drawbar.journal import Cache, Clock, Error, JournalWriter, Request, RunEnd, RunStart, Step, Witness
 from drawbar.launch.environment import EMBEDDED_ENDPOINTS, describe, rank_environment
 from drawbar.launch.listing import list_place
 from drawbar.launch.tail import JournalTail
 from drawbar.launch.torchrun import Torchrun
 from drawbar.report.terminal import StepPrinter
 from drawbar.storage import embedded, page_cache
-from drawbar.storage.stores import Credentials, open_place
+from drawbar.storage.stores import CountedReader, Credentials, open_place
 from drawbar.storage.urls import parse_url
 
 _POLL_S = 0.5
+_FILE_WINDOW_BYTES = 64
+"""A header and what a small read brings along: the scan of files steps from header to header."""
 _FULL_DISK_BYTES = 64 * 1024
 
 
@@ -55,7 +58,9 @@ class Storage:
     credentials: Credentials | None
     store: embedded.EmbeddedStore | None
     listing: Listing | None
-    """None with a constant batch."""
+    """None with a constant batch; with record sizes from the index where there is one."""
+    index: ShardIndex | None = None
+    """Of a set without a manifest, where ranks share its shards."""
 
 
 def run(recipe: Recipe, storage: Storage, run_dir: Path, console: Console) -> None:
@@ -88,12 +93,19 @@ def _run(recipe: Recipe, storage: Storage, run_dir: Path, journal: JournalWriter
             environment=describe(),
         )
     )
+    if storage.listing is not None and storage.listing.missing:
+        missing = storage.listing.missing
+        console.line(f"note: the set is not complete, by the shards' numbers: {len(missing)} missing, as {missing[0]}")
     console.status("making the start cold" if recipe.cache.start == "cold" else "starting")
     storage = make_cold(recipe, storage, journal)
     write_witnesses(storage.store, "before", journal)
     env = rank_environment(recipe, os.environ, recipe.launch.ranks)
     if storage.credentials is not None:
         env |= storage.credentials.to_environment() | {EMBEDDED_ENDPOINTS: ",".join(storage.endpoints)}
+    if storage.index is not None:
+        path = (run_dir / INDEX_NAME).resolve()
+        path.write_text(storage.index.dumps())
+        env[INDEX_VARIABLE] = str(path)
     watch(Torchrun(run_dir, recipe.launch.ranks, env), recipe, run_dir, console)
     write_witnesses(storage.store, "after", journal)
 
@@ -124,18 +136,32 @@ def new_run_dir(run_dir: Path) -> Iterator[None]:
             run_dir.rmdir()
 
 
-def check_storage(recipe: Recipe) -> Storage:
+def check_storage(recipe: Recipe, status: Callable[[str], None] = lambda text: None) -> Storage:
     """Finds store, credentials and shards; every endpoint that a rank will use must answer and show the same shards.
 
-    Raises InputError or EnvironmentUnfit naming the endpoint, bucket or shard.
+    Fewer shards than ranks without a manifest are read through here, and indexed, unless that was done before.
+
+    Raises InputError or EnvironmentUnfit naming the endpoint, bucket or shard; DataError for a damaged one.
     """
     if recipe.input.source == "constant":
         return Storage(endpoints=[], credentials=None, store=None, listing=None)
-    url, settings = recipe.data.url, recipe.storage
+    found = _find_storage(recipe)
+    assert found.listing is not None  # noqa: S101
+    if found.listing.manifest is None and len(found.listing.shards) < recipe.launch.ranks:
+        status("indexing the shards: they have no manifest, and ranks must share them")
+        index = _index(recipe, found)
+        if index is not None:
+            found = replace(found, listing=index.apply(found.listing), index=index)
+    assert found.listing is not None  # noqa: S101
+    check_plan(found.listing.shards, world_size=recipe.launch.ranks, batch_size=recipe.train.batch_size)
+    return found
+
+
+def _find_storage(recipe: Recipe) -> Storage:
+    settings = recipe.storage
+    url, pattern = split_pattern(recipe.data.url)
     if not parse_url(url).on_s3:
-        place = open_place(url, None, None, settings)
-        listing = list_place(place, url)
-        check_plan(listing.shards, world_size=recipe.launch.ranks, batch_size=recipe.train.batch_size)
+        listing = list_place(open_place(url, None, None, settings), url, pattern=pattern)
         return Storage(endpoints=[], credentials=None, store=None, listing=listing)
     store = None
     if settings.endpoints == "embedded":
@@ -145,12 +171,30 @@ def check_storage(recipe: Recipe) -> Storage:
     else:
         endpoints = list(settings.endpoints)
         credentials = Credentials.from_environment()
-    listings = [list_at(url, endpoint, credentials, recipe) for endpoint in endpoints[: recipe.launch.ranks]]
+    listings = [list_at(recipe, endpoint, credentials) for endpoint in endpoints[: recipe.launch.ranks]]
     for endpoint, listing in zip(endpoints, listings, strict=False):
         if listing.sha256 != listings[0].sha256:
             raise EnvironmentUnfit(f"endpoints show different data: {endpoints[0]} and {endpoint} under {url}")
-    check_plan(listings[0].shards, world_size=recipe.launch.ranks, batch_size=recipe.train.batch_size)
     return Storage(endpoints=endpoints, credentials=credentials, store=store, listing=listings[0])
+
+
+def _index(recipe: Recipe, storage: Storage) -> ShardIndex | None:
+    """Of the shards of a set without a manifest; None where one is compressed."""
+    assert storage.listing is not None  # noqa: S101
+    url, _ = split_pattern(recipe.data.url)
+    endpoint = storage.endpoints[0] if storage.endpoints else None
+    reader = CountedReader(open_place(url, endpoint, storage.credentials, recipe.storage), recipe.storage, _uncounted)
+    return find_or_scan(
+        recipe.data.url,
+        storage.listing,
+        reader.get,
+        window_bytes=recipe.storage.request_bytes if endpoint else _FILE_WINDOW_BYTES,
+        threads=recipe.storage.read_ahead,
+    )
+
+
+def _uncounted(request: Request) -> None:
+    """What is read before the run is told by the journal's `cache` event, as a sum."""
 
 
 def reserve(storage: Storage) -> AbstractContextManager[None]:
@@ -158,8 +202,9 @@ def reserve(storage: Storage) -> AbstractContextManager[None]:
     return embedded.reserved(storage.store.directory) if storage.store else nullcontext()
 
 
-def list_at(url: str, endpoint: str, credentials: Credentials, recipe: Recipe) -> Listing:
-    return list_place(open_place(url, endpoint, credentials, recipe.storage), url)
+def list_at(recipe: Recipe, endpoint: str, credentials: Credentials) -> Listing:
+    url, pattern = split_pattern(recipe.data.url)
+    return list_place(open_place(url, endpoint, credentials, recipe.storage), url, pattern=pattern)
 
 
 def embedded_dir(recipe: Recipe) -> Path:
@@ -169,32 +214,25 @@ def embedded_dir(recipe: Recipe) -> Path:
 def make_cold(recipe: Recipe, storage: Storage, journal: JournalWriter) -> Storage:
     """Flushes what can be flushed and writes down what was done; returns the storage, restarted where it was ours."""
     wanted = recipe.cache.start
+    read_before = storage.index.read_bytes if storage.index else 0
+    scanned = f"the launcher read {read_before / 1e6:.1f} MB of the shards before, to index them" if read_before else ""
+
+    def write(method: str, resident_fraction: float | None = None, note: str = "") -> None:
+        notes = "; ".join(text for text in (note, scanned) if text)
+        journal.write(Cache(wanted=wanted, method=method, resident_fraction=resident_fraction, note=notes))
+
     if wanted == "any" or storage.listing is None:
-        journal.write(Cache(wanted=wanted, method="left as it was"))
-        return storage
-    if storage.store is not None:
+        write("left as it was")
+    elif storage.store is not None:
         store, cold = embedded.restart_cold(storage.store.directory)
-        journal.write(
-            Cache(wanted=wanted, method=cold.method, resident_fraction=cold.resident_fraction, note=cold.note)
-        )
-        return Storage(
-            endpoints=storage.endpoints, credentials=storage.credentials, store=store, listing=storage.listing
-        )
-    if storage.endpoints:
-        journal.write(
-            Cache(wanted=wanted, method="nothing flushed", note="server cache unknown: this store is not ours to flush")
-        )
-        return storage
-    folder = parse_url(recipe.data.url).folder
-    files = [folder / shard.key for shard in storage.listing.shards]
-    journal.write(
-        Cache(
-            wanted=wanted,
-            method=page_cache.flush(files),
-            resident_fraction=page_cache.resident_fraction(files),
-            note=page_cache.doubt(folder),
-        )
-    )
+        write(cold.method, cold.resident_fraction, cold.note)
+        return replace(storage, store=store)
+    elif storage.endpoints:
+        write("nothing flushed", note="server cache unknown: this store is not ours to flush")
+    else:
+        folder = parse_url(split_pattern(recipe.data.url)[0]).folder
+        files = [folder / shard.key for shard in storage.listing.shards]
+        write(page_cache.flush(files), page_cache.resident_fraction(files), page_cache.doubt(folder))
     return storage
 
 

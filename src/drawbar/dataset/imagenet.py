@@ -1,0 +1,164 @@
+"""ILSVRC2012 (ImageNet-1k) in the layouts that people have it in, listed and labelled 1..1000 in sorted synset order.
+
+Training: class folders; `ILSVRC2012_img_train.tar` with its inner tars; a folder of these. Validation: class folders,
+or the flat folder or tar of 50,000 images with a list of labels. The same images give the same paths, and so the same
+shards, from every layout.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from operator import attrgetter
+from pathlib import Path
+
+from drawbar.dataset.archive import Member, TarReader, looks_like_tar
+from drawbar.dataset.boxes import Boxes, read_boxes
+from drawbar.dataset.folder import scan
+from drawbar.dataset.imagenet_labels import (
+    SYNSET,
+    ImageNetFiles,
+    labels_of_folders,
+    labels_of_images,
+    texts_of_classes,
+)
+from drawbar.dataset.labelled import LabelledItem, LabelledSource, is_image
+from drawbar.errors import DataError, InputError
+
+__all__ = ["ImageNetFiles", "scan_imagenet"]
+
+_FLAT = -1
+_REPORT_EVERY = 1000  # images
+_LAYOUT_HINT = (
+    "expected class folders such as n01440764, ILSVRC2012_img_train.tar, a folder of its inner tars, "
+    "or the flat validation folder or tar"
+)
+Listed = Callable[[str, int], None]
+
+
+def scan_imagenet(source: Path, files: ImageNetFiles, listed: Listed = lambda stage, count: None) -> LabelledSource:
+    """Lists `source` in whichever layout it has. `listed` is told of a stage and how many it has found so far.
+
+    Raises InputError for no known layout, a damaged archive, and labels that are missing, ambiguous or wrong.
+    """
+    layout = _Layout(source)
+    items: list[LabelledItem] = []
+    for item in layout.items():
+        items.append(item)
+        if len(items) % _REPORT_EVERY == 0:
+            listed("list", len(items))
+    if not items:
+        raise InputError(f"no images in {source}", hint=_LAYOUT_HINT)
+    items.sort(key=attrgetter("path"))
+    for item, later in pairwise(items):
+        if item.path == later.path:
+            raise InputError(f"{source} holds {item.path} twice")
+    flat = [item.path for item in items if item.label == _FLAT]
+    if len(flat) not in (0, len(items)):
+        raise InputError(f"{source} holds {flat[0]} outside of class folders, but other images in some")
+    if flat:
+        labels, synsets = labels_of_images(source, flat, files)
+    else:
+        labels, synsets = labels_of_folders(source, layout.synsets, files), []
+    label_of = {synset: label for label, synset in enumerate(labels, start=1)}
+    boxes = read_boxes(files.boxes, lambda count: listed("read boxes", count)) if files.boxes else Boxes()
+    for index, item in enumerate(items):  # in place, as a second list of a million would not be small
+        synset = synsets[index] if flat else layout.synsets[item.label]
+        stem = os.path.splitext(item.path.rpartition("/")[2])[0]
+        found = boxes.of_image.get(stem, b"")
+        items[index] = LabelledItem(item.path, item.size_bytes, label_of[synset], found, item.archive, item.offset)
+    notes = boxes.notes() | {"images_with_boxes": sum(1 for item in items if item.boxes)} if files.boxes else {}
+    return LabelledSource(
+        root=str(source),
+        labels=labels,
+        items=items,
+        texts=texts_of_classes(files),
+        archives=layout.archives,
+        notes=notes,
+    )
+
+
+class _Layout:
+    """What is where. Its items have for a label the number of their synset here, as the classes are not known yet."""
+
+    def __init__(self, source: Path) -> None:
+        self.archives: list[str] = []
+        self.synsets: list[str] = []
+        self._source = source
+
+    def items(self) -> Iterator[LabelledItem]:
+        source = self._source
+        if not source.is_dir():
+            yield from self._of_tar(source)
+            return
+        entries = [entry for entry in scan(source) if not entry.name.startswith(".")]
+        synsets = sorted(entry.name for entry in entries if entry.is_dir() and SYNSET.fullmatch(entry.name))
+        tars = sorted(entry.name for entry in entries if _synset_of_tar(entry.name))
+        flat = [entry for entry in entries if is_image(entry.name) and entry.is_file()]
+        for synset in synsets:
+            label = self._label(synset)
+            for entry in scan(source / synset):
+                if is_image(entry.name) and entry.is_file():
+                    yield LabelledItem(f"{synset}/{entry.name}", entry.stat().st_size, label)
+        for name in tars:
+            yield from self._of_tar(source / name, _synset_of_tar(name))
+        for entry in flat:
+            yield LabelledItem(entry.name, entry.stat().st_size, _FLAT)
+        if not (synsets or tars or flat):
+            there = ", ".join(sorted(entry.name for entry in entries)[:3]) or "nothing"
+            raise InputError(f"{source} is no layout of ImageNet: it holds {there}", hint=_LAYOUT_HINT)
+
+    def _label(self, synset: str) -> int:
+        if not self.synsets or self.synsets[-1] != synset:
+            self.synsets.append(synset)
+        return len(self.synsets) - 1
+
+    def _of_tar(self, path: Path, synset: str = "") -> Iterator[LabelledItem]:
+        """Images of class `synset` (empty: flat, or in class folders), and those in inner tars."""
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise InputError(f"cannot read the source {path}: {error.strerror}", hint=_LAYOUT_HINT) from None
+        try:
+            if not looks_like_tar(descriptor):
+                raise InputError(
+                    f"{path} is no tar archive", hint="unpack it first, if it is compressed: images gain nothing by it"
+                )
+            self.archives.append(str(path))
+            yield from self._members(descriptor, path, synset)
+        except OSError as error:
+            raise InputError(f"cannot read the source {path}: {error.strerror}") from None
+        finally:
+            os.close(descriptor)
+
+    def _members(self, descriptor: int, path: Path, synset: str) -> Iterator[LabelledItem]:
+        inner = ""
+        try:
+            for member in TarReader(descriptor).members():
+                folder, _, name = member.name.rpartition("/")
+                of_tar = _synset_of_tar(name)
+                if of_tar:
+                    inner = f"{name}: "
+                    end = member.offset + member.size_bytes
+                    for image in TarReader(descriptor, member.offset, end).members():
+                        yield from self._image(image, of_tar)
+                    inner = ""
+                else:
+                    of_folder = folder.rpartition("/")[2]
+                    yield from self._image(member, synset or (of_folder if SYNSET.fullmatch(of_folder) else ""))
+        except DataError as error:
+            raise InputError(
+                f"{path}: {inner}{error.message}", hint="copy it again, and compare its checksum"
+            ) from None
+
+    def _image(self, member: Member, synset: str) -> Iterator[LabelledItem]:
+        name = member.name.rpartition("/")[2]
+        if is_image(name):
+            path, label = (f"{synset}/{name}", self._label(synset)) if synset else (name, _FLAT)
+            yield LabelledItem(path, member.size_bytes, label, b"", len(self.archives) - 1, member.offset)
+
+
+def _synset_of_tar(name: str) -> str:
+    """`n01440764` of `n01440764.tar`; empty for any other name."""
+    return name[:-4] if name.endswith(".tar") and SYNSET.fullmatch(name[:-4]) else ""
