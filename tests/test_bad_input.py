@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import socket
 from pathlib import Path
@@ -141,8 +142,10 @@ def test_an_empty_folder(recipe: Path, tmp_path: Path) -> None:
     assert "no shards under" in finished.error_line
 
 
-def test_more_ranks_than_shards_without_a_manifest(recipe: Path, tmp_path: Path) -> None:
+def test_more_ranks_than_compressed_shards(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "set" / "manifest.json").unlink()
+    shard = tmp_path / "set" / "train-00001-of-00004"
+    shard.write_bytes(gzip.compress(shard.read_bytes()))
     finished = run(recipe, "launch.ranks=5")
     assert finished.code == 2
     assert "more ranks than shards: 5 ranks, 4 shards" in finished.error_line

@@ -448,7 +448,7 @@ def test_a_shard_appears_only_when_whole(source: Path, tmp_path: Path) -> None:
 
 def manifest_of_two() -> Manifest:
     shards = tuple(
-        ShardEntry(name=f"train-{n}", size_bytes=30 + n, num_records=2, crc32c="00c0ffee", record_bytes=(10 + n, 20))
+        ShardEntry(name=f"train-{n}", size_bytes=130 + n, num_records=2, crc32c="00c0ffee", record_bytes=(110 + n, 20))
         for n in range(2)
     )
     return Manifest(
@@ -469,7 +469,7 @@ def test_manifest_round_trip_and_newer_fields() -> None:
     manifest = manifest_of_two()
     assert Manifest.loads(manifest.dumps()) == manifest
     tree = json.loads(manifest.dumps())
-    assert (tree["num_classes"], tree["num_records"], tree["size_bytes"]) == (2, 4, 61)
+    assert (tree["num_classes"], tree["num_records"], tree["size_bytes"]) == (2, 4, 261)
     tree["new_field"] = {"anything": 1}
     tree["shards"][0]["new_field"] = True
     assert Manifest.loads(json.dumps(tree)) == manifest
@@ -486,7 +486,7 @@ def test_manifest_round_trip_and_newer_fields() -> None:
         ({"labels": ["cat", 5]}, "labels holds '5'; expected str"),
         ({"class_counts": [3, 2]}, "class counts add up to 5, the shards to 4 records"),
         ({"num_records": 5}, "num_records is 5, but its parts give 4"),
-        ({"size_bytes": 5}, "size_bytes is 5, but its parts give 61"),
+        ({"size_bytes": 5}, "size_bytes is 5, but its parts give 261"),
         ({"record_schema": "mnist"}, "record_schema is 'mnist'; expected imagenet, coco"),
         ({"on_bad": 3}, "on_bad is '3'; expected fail, skip, fix"),
         (
@@ -507,7 +507,8 @@ def test_malformed_manifests(change: dict[str, Any], message: str) -> None:
 def test_malformed_shards_and_texts() -> None:
     for change, message in (
         ({"num_records": 3}, "shard train-0: 3 records, but 2 sizes"),
-        ({"size_bytes": 31}, "shard train-0: its record sizes add up to 30, not 31 bytes"),
+        ({"size_bytes": 131}, "shard train-0: its record sizes add up to 130, not 131 bytes"),
+        ({"record_bytes": [120, 10]}, "shard train-0: a record of 10 bytes; a frame has 16"),
         ({"name": "a/b"}, "expected a plain name"),
         ({"name": "train-1"}, "two shards have the same name"),
     ):

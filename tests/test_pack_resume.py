@@ -472,7 +472,9 @@ def test_an_endpoint_lost_in_the_middle(
 
 
 def weed_shell(store: embedded.EmbeddedStore, *commands: str) -> str:
-    words = psutil.Process(store.server_pid).cmdline()
+    # Asked anew: an earlier test may have restarted the store.
+    server_pid = embedded.find(store.directory).server_pid
+    words = psutil.Process(server_pid).cmdline()
 
     def port(name: str) -> str:
         return str(next(word.partition("=")[2] for word in words if word.startswith(f"-{name}=")))
