@@ -16,11 +16,11 @@ import simplejpeg
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drawbar.check_commands import stat_json, stat_text
 from drawbar.dataset.example import Value, encode_example
 from drawbar.dataset.stat import SetStats, histogram, stat_set
 from drawbar.dataset.tfrecord import frame
 from drawbar.dataset.walk import Origin
-from drawbar.dataset_commands import stat_json, stat_text
 from tests.drawbar_process import drawbar
 from tests.small_set import image, write_set
 

@@ -200,7 +200,7 @@ def make_imagenet_like(
     json_out: JsonFlag = False,
 ) -> None:
     """Real JPEG files of ImageNet's shape: about 110 kB, around 500 x 375, learnable classes."""
-    from drawbar.data_commands import PackOptions, make, make_shards
+    from drawbar.pack_commands import PackOptions, make, make_shards
 
     if shards is None:
         make(Path(dest), images=images, classes=classes, seed=seed, workers=workers, size=size, json_out=json_out)
@@ -231,7 +231,7 @@ def make_coco_like(
     json_out: JsonFlag = False,
 ) -> None:
     """Scenes of several objects with boxes and masks, and their COCO annotation file."""
-    from drawbar.data_commands import PackOptions, make_coco, make_coco_shards
+    from drawbar.pack_commands import PackOptions, make_coco, make_coco_shards
 
     if shards is None:
         make_coco(Path(dest), images=images, split=split, seed=seed, workers=workers, size=size, json_out=json_out)
@@ -266,8 +266,8 @@ def pack_folder(
     json_out: JsonFlag = False,
 ) -> None:
     """Any set of class folders, with the ImageNet record schema; label 1 is the first class."""
-    from drawbar.data_commands import PackOptions
-    from drawbar.data_commands import pack_folder as pack
+    from drawbar.pack_commands import PackOptions
+    from drawbar.pack_commands import pack_folder as pack
 
     options = PackOptions(
         shards=shards,
@@ -322,9 +322,9 @@ def pack_imagenet(
     json_out: JsonFlag = False,
 ) -> None:
     """ILSVRC2012 in the layouts people have, with all 15 keys, labels 1..1000 and bounding boxes."""
-    from drawbar.data_commands import PackOptions
-    from drawbar.data_commands import pack_imagenet as pack
     from drawbar.dataset.imagenet_labels import ImageNetFiles
+    from drawbar.pack_commands import PackOptions
+    from drawbar.pack_commands import pack_imagenet as pack
 
     options = PackOptions(
         shards=shards or (128 if split.startswith("val") else 1024),
@@ -367,8 +367,8 @@ def pack_coco(
     json_out: JsonFlag = False,
 ) -> None:
     """COCO 2017, or any set in its format, with the TF object-detection record schema."""
-    from drawbar.data_commands import PackOptions
-    from drawbar.data_commands import pack_coco as pack
+    from drawbar.pack_commands import PackOptions
+    from drawbar.pack_commands import pack_coco as pack
 
     options = PackOptions(
         shards=shards,
@@ -400,7 +400,7 @@ def check(
     json_out: JsonFlag = False,
 ) -> None:
     """Read a whole set and list every fault: framing, CRCs, keys, labels, boxes, images, manifest; exit code 4."""
-    from drawbar.dataset_commands import check as check_set
+    from drawbar.check_commands import check as check_set
 
     check_set(
         url,
@@ -423,7 +423,7 @@ def stat(
     json_out: JsonFlag = False,
 ) -> None:
     """Describe any TFRecord set: sizes, dimensions, kinds of image, classes, boxes, keys."""
-    from drawbar.dataset_commands import stat as stat_set
+    from drawbar.check_commands import stat as stat_set
 
     stat_set(url, workers=workers, endpoint=endpoint, store_dir=store_dir, json_out=json_out)
 

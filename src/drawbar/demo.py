@@ -8,9 +8,9 @@ from pathlib import Path
 
 from drawbar.analyze.schema import Result
 from drawbar.config import load_recipe
-from drawbar.data_commands import PackOptions, make, pack_folder
 from drawbar.errors import InputError
 from drawbar.launch.command import default_run_dir, run_and_report
+from drawbar.pack_commands import PackOptions, make, pack_folder
 from drawbar.storage import embedded
 from drawbar.storage.hold import hold
 from drawbar.terminal import Terminal

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 import time
@@ -11,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
-from urllib.parse import urlsplit
 
 from obstore.exceptions import BaseError
 
@@ -19,9 +17,10 @@ from drawbar.dataset.check import CheckSummary, SchemaChoice, check_set
 from drawbar.dataset.listing import split_pattern
 from drawbar.dataset.stat import SetStats, histogram, stat_set
 from drawbar.dataset.walk import Fault, Origin
-from drawbar.errors import DataError, EnvironmentUnfit, InputError
-from drawbar.storage import embedded
-from drawbar.storage.stores import Credentials, explain
+from drawbar.errors import DataError, InputError
+from drawbar.storage.address import find_address
+from drawbar.storage.stores import explain
+from drawbar.storage.urls import parse_url
 from drawbar.terminal import Terminal
 
 _BAR = 40
@@ -106,22 +105,14 @@ def find_origin(url: str, endpoint: str | None, store_dir: Path | None) -> tuple
     InputError or EnvironmentUnfit.
     """
     folder, pattern = split_pattern(url.rstrip("/") or "/")
-    parts = urlsplit(folder)
-    if parts.scheme in ("", "file"):
-        return Origin(url=folder), pattern
-    if parts.scheme != "s3" or not parts.netloc:
-        raise InputError(f"cannot read {url!r}", hint="a folder, or s3://bucket/prefix")
-    foreign = endpoint or (None if store_dir else os.environ.get("AWS_ENDPOINT_URL"))
     try:
-        store = embedded.find(store_dir or embedded.DEFAULT_DIRECTORY)
-    except EnvironmentUnfit:
-        if foreign is None:
-            raise
-        store = None
-    if store is not None and (foreign is None or foreign in store.endpoints):
-        credentials = Credentials(access_key_id=store.access_key_id, secret_access_key=store.secret_access_key)
-        return Origin(url=folder, endpoint=foreign or store.endpoints[0], credentials=credentials), pattern
-    return Origin(url=folder, endpoint=foreign, credentials=Credentials.from_environment()), pattern
+        where = parse_url(folder)
+    except ValueError as error:
+        raise InputError(f"cannot read {error}") from None
+    if not where.on_s3:
+        return Origin(url=folder), pattern
+    address = find_address(endpoint, store_dir)
+    return Origin(url=folder, endpoint=address.endpoint, credentials=address.credentials), pattern
 
 
 class Rate:

@@ -1,9 +1,8 @@
-"""What `drawbar data` does and prints."""
+"""What `drawbar data make` and `drawbar data pack` do and print."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,9 +19,10 @@ from drawbar.dataset.items import Progress, Source
 from drawbar.dataset.manifest import Manifest, RecordSchema
 from drawbar.dataset.pack import pack_share
 from drawbar.dataset.shard_writer import OnBad, PackSettings
-from drawbar.errors import EnvironmentUnfit, InputError
+from drawbar.errors import InputError
 from drawbar.storage import embedded
-from drawbar.storage.stores import Credentials, Place, open_place
+from drawbar.storage.address import find_address
+from drawbar.storage.stores import open_place
 from drawbar.storage.urls import parse_url
 from drawbar.terminal import Terminal
 from drawbar.world import launcher_rank
@@ -264,23 +264,11 @@ def destination(dest: str, endpoint: str | None, store_dir: Path | None) -> Dest
         return FolderDestination(where.folder)
     if not where.path:
         raise InputError(f"{dest} names no prefix", hint=f"s3://{where.bucket}/train, for example")
-    place = _s3_place(dest, where.bucket, endpoint, store_dir)
+    address = find_address(endpoint, store_dir)
+    if address.store is not None:
+        embedded.ensure_bucket(address.store, where.bucket)
+    place = open_place(dest, address.endpoint, address.credentials, Storage())
     return StoreDestination(place.store, place.prefix, f"{dest} at {place.endpoint}")
-
-
-def _s3_place(dest: str, bucket: str, endpoint: str | None, store_dir: Path | None) -> Place:
-    foreign = endpoint or (None if store_dir else os.environ.get("AWS_ENDPOINT_URL"))
-    try:
-        store = embedded.find(store_dir or embedded.DEFAULT_DIRECTORY)
-    except EnvironmentUnfit:
-        if foreign is None:
-            raise
-        store = None
-    if store is not None and (foreign is None or foreign in store.endpoints):
-        embedded.ensure_bucket(store, bucket)
-        credentials = Credentials(access_key_id=store.access_key_id, secret_access_key=store.secret_access_key)
-        return open_place(dest, foreign or store.endpoints[0], credentials, Storage())
-    return open_place(dest, foreign, Credentials.from_environment(), Storage())
 
 
 def _report(terminal: Terminal, row: dict[str, Any], json_out: bool, text: str) -> None:
