@@ -18,6 +18,7 @@ from drawbar.config import Recipe
 from drawbar.journal import (
     Cache,
     Clock,
+    DataSet,
     Event,
     Host,
     InputTotals,
@@ -284,6 +285,7 @@ def _launcher_events(run: SyntheticRun, urls: Sequence[str], end_t: float) -> li
     sent = {url: sum(event.got_bytes for event in requests if event.endpoint == url) for url in urls}
     events: list[Event] = [
         start,
+        DataSet(t=START_T - 8, shards=16, size_bytes=225_000_000, records=2048, manifest=True),
         Cache(t=START_T - 8, wanted="cold", method="volume server restarted, caches dropped", resident_fraction=0.0),
     ]
     for when, share in (("before", 0), ("after", 1)):

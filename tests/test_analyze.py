@@ -23,6 +23,7 @@ from drawbar.errors import InputError, RecipeError
 from drawbar.journal import (
     Cache,
     Clock,
+    DataSet,
     Error,
     Event,
     Host,
@@ -549,6 +550,11 @@ BROKEN: list[tuple[str, str, Callable[[SyntheticRun], None]]] = [
     ("cold epochs", "qualified", read_again),
     ("storage errors", "qualified", failed_request),
     ("bad images", "qualified", change_totals(bad_images=1)),
+    (
+        "whole data set",
+        "qualified",
+        lambda run: run.change_launcher(DataSet, lambda found: with_changes(found, manifest=False, missing=3)),
+    ),
     ("step spans", "qualified", lambda run: run.change(1, Step, lambda step: with_changes(step, compute_s=0.0))),
     ("step spans", "invalid", lambda run: run.change(1, Step, lambda step: with_changes(step, compute_s=1.0))),
     ("compute threads", "qualified", other_environment),

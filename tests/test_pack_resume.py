@@ -19,16 +19,19 @@ import obstore
 import psutil
 import pytest
 from botocore.config import Config
-from obstore.store import S3Store
+from obstore.store import LocalStore, S3Store
 
 from drawbar.dataset import parts
+from drawbar.dataset.check import check_set
 from drawbar.dataset.destination import Destination, FolderDestination, StoreDestination
 from drawbar.dataset.folder import scan_folder
 from drawbar.dataset.items import Item
 from drawbar.dataset.labelled import LabelledSource
+from drawbar.dataset.listing import list_shards
 from drawbar.dataset.manifest import MANIFEST_NAME, Manifest
 from drawbar.dataset.pack import pack, pack_share
 from drawbar.dataset.shard_writer import OnBad, PackSettings
+from drawbar.dataset.walk import Origin
 from drawbar.errors import DrawbarError, EnvironmentUnfit, InputError, RunFailed
 from drawbar.storage import embedded
 from drawbar.world import Launched, launcher_rank
@@ -90,6 +93,18 @@ def stop_after(images: Path, dest: Destination, num_images: int, how: PackSettin
 
 
 # One process
+
+
+def test_shards_of_a_packing_that_has_not_ended_are_no_set(images: Path, tmp_path: Path) -> None:
+    dest = FolderDestination(tmp_path)
+    stop_after(images, dest, 45)
+    with pytest.raises(InputError, match="is not finished") as caught:
+        list_shards(LocalStore(tmp_path), "")
+    assert "give its `drawbar data pack` command again" in str(caught.value.hint)
+    with pytest.raises(InputError, match="is not finished"):
+        check_set(Origin(url=str(tmp_path)), workers=1, on_fault=print)
+    pack(scan_folder(images), dest, settings())
+    assert len(list_shards(LocalStore(tmp_path), "").shards) == 6
 
 
 def test_going_on_packs_only_what_is_missing(images: Path, reference: dict[str, bytes], tmp_path: Path) -> None:
@@ -241,15 +256,27 @@ def start(source: Path, dest: str | Path, *options: str, env: dict[str, str] | N
 
 def kill_at(process: subprocess.Popen[str], dest: Destination, delay_s: float) -> bool:
     """SIGKILL to the whole group, `delay_s` after the packing claimed its place. False where it had ended by then."""
-    end_t = time.monotonic() + 60
-    while parts.claimed(dest) is None and process.poll() is None and time.monotonic() < end_t:
-        time.sleep(0.005)
+    wait_for_claim(process, dest)
     time.sleep(delay_s)
     ended = process.poll() is not None
     if not ended:
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate(timeout=30)
     return not ended
+
+
+def wait_for_claim(process: subprocess.Popen[str], dest: Destination) -> None:
+    end_t = time.monotonic() + 60
+    while parts.claimed(dest) is None and process.poll() is None and time.monotonic() < end_t:
+        time.sleep(0.005)
+
+
+def time_of(process: subprocess.Popen[str], dest: Destination) -> float:
+    """Seconds from its first trace at the destination to its end: within them a kill finds something half done."""
+    wait_for_claim(process, dest)
+    begin_t = time.monotonic()
+    end(process)
+    return time.monotonic() - begin_t
 
 
 def end(process: subprocess.Popen[str]) -> None:
@@ -273,12 +300,18 @@ def many_packed(many: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 def kill_and_go_on(many: Path, folder: Path, packed: dict[str, bytes], times: int, seed: int) -> int:
     rng = random.Random(seed)
+    takes_s = {}
+    for workers in ("1", "2", "3"):
+        dest = FolderDestination(folder / f"whole-{workers}")
+        takes_s[workers] = time_of(start(many, dest.folder, "--shards", "24", "--workers", workers), dest)
+        assert contents(dest.folder) == packed
+        shutil.rmtree(dest.folder)
     killed = 0
     for number in range(times):
         dest = FolderDestination(folder / str(number))
-        workers = str(rng.choice((1, 2, 3)))
+        workers = rng.choice(tuple(takes_s))
         process = start(many, dest.folder, "--shards", "24", "--workers", workers)
-        killed += kill_at(process, dest, rng.uniform(0.0, 0.7 if workers == "1" else 1.8))
+        killed += kill_at(process, dest, rng.uniform(0.0, 0.9 * takes_s[workers]))
         for name, data in contents(dest.folder).items():
             if not name.startswith("_parts/"):
                 assert data == packed[name]  # nothing half-written under a final name
@@ -574,16 +607,18 @@ def kill_uploads(
     rng = random.Random(seed)
     direct = store_at(store, bucket)
     env = {"AWS_ACCESS_KEY_ID": store.access_key_id, "AWS_SECRET_ACCESS_KEY": store.secret_access_key}
+    options = ("--shards", "4", "--workers", "2", "--endpoint", store.endpoints[0], "--store-dir", str(store.directory))
+    whole = StoreDestination(direct, "set/whole")
+    takes_s = time_of(start(large, f"s3://{bucket}/set/whole", *options, env=env), whole)
     killed = 0
     for number in range(times):
         dest = StoreDestination(direct, f"set/{number}")
-        options = ("--shards", "4", "--workers", "2", "--endpoint", store.endpoints[0])
         where = f"s3://{bucket}/set/{number}"
-        process = start(large, where, *options, "--store-dir", str(store.directory), env=env)
-        killed += kill_at(process, dest, rng.uniform(0.0, 3.0))
+        process = start(large, where, *options, env=env)
+        killed += kill_at(process, dest, rng.uniform(0.0, 0.9 * takes_s))
         for name, data in objects(direct, dest.prefix).items():
             assert name.startswith("_parts/") or data == packed[name]
-        end(start(large, where, *options, "--store-dir", str(store.directory), env=env))
+        end(start(large, where, *options, env=env))
         assert objects(direct, dest.prefix) == packed
         uploads = client_at(store).list_multipart_uploads(Bucket=bucket, Prefix=f"{dest.prefix}/")
         assert uploads.get("Uploads", []) == []

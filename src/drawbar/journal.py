@@ -72,6 +72,23 @@ class Clock(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataSet(Event):
+    """What the launcher found under `data.url`. Which ranks see the same is told by `RunStart.dataset_sha256`."""
+
+    name: ClassVar[str] = "data_set"
+    shards: int
+    size_bytes: int
+    records: int | None = None
+    """None: not known without reading, as there is neither a manifest nor an index."""
+    manifest: bool
+    missing: int = 0
+    """Shards that the others' numbers say there should be."""
+    first_missing: str = ""
+    ignored: int = 0
+    """Objects that look like shards and are not in the manifest."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cache(Event):
     """What was done to make the start cold, and what the run can show for it."""
 
@@ -218,7 +235,7 @@ class RunEnd(Event):
 
 
 EVENTS: dict[str, type[Event]] = {
-    cls.name: cls for cls in (RunStart, Clock, Cache, Witness, Request, Step, InputTotals, Host, Error, RunEnd)
+    cls.name: cls for cls in (RunStart, Clock, DataSet, Cache, Witness, Request, Step, InputTotals, Host, Error, RunEnd)
 }
 
 # What a field may hold, by its annotation. Made once, not per line: a long run's journal has hundreds of thousands.
@@ -267,6 +284,7 @@ _CHECKS: dict[str, _Check] = {
     "str": ((str,), None, None),
     "bool": ((bool,), None, None),
     "int": ((int,), _INT, None),
+    "int | None": ((int, type(None)), _INT, None),
     "float": ((float, int), _FLOAT, None),
     "float | None": ((float, int, type(None)), _FLOAT, None),
     "list[str]": ((list,), None, _check_strings),

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from drawbar.analyze.failure import status_of
 from drawbar.analyze.hosts import host_result
-from drawbar.analyze.schema import CacheResult, EndpointResult, HostResult, InputResult, Status
+from drawbar.analyze.schema import CacheResult, DataSetResult, EndpointResult, HostResult, InputResult, Status
 from drawbar.analyze.throughput import GlobalSteps, Interval, common_interval, global_steps
 from drawbar.analyze.timeline import Run, load_run
-from drawbar.analyze.traffic import cache_result, endpoint_results, input_result
+from drawbar.analyze.traffic import cache_result, data_set_result, endpoint_results, input_result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,7 @@ class Facts:
     steps: GlobalSteps | None
     endpoints: list[EndpointResult]
     input: InputResult
+    data_set: DataSetResult | None
     cache: CacheResult
     hosts: list[HostResult]
 
@@ -34,6 +35,7 @@ def facts_of(run: Run) -> Facts:
         steps=global_steps([rank.measured for rank in run.ranks], interval.start_t if interval else None),
         endpoints=endpoint_results(run),
         input=input_result(run),
+        data_set=data_set_result(run),
         cache=cache_result(run),
         hosts=[host_result(host, interval) for host in run.hosts],
     )

@@ -67,6 +67,7 @@ def result_of(facts: Facts) -> Result:
         endpoints=facts.endpoints,
         ranks=[_rank(rank, rate, total) for rank, rate, total in zip(ranks, per_rank, totals, strict=True)],
         hosts=facts.hosts,
+        data_set=facts.data_set,
         cache=facts.cache,
         quality=None,
         validity=judge(facts),

@@ -115,6 +115,18 @@ class InputResult(TypedDict):
     """Of the data bytes that arrived: those of ranges that some rank of this run had fetched before. 0 to 1."""
 
 
+class DataSetResult(TypedDict):
+    url: str
+    shards: int
+    bytes: int
+    records: int | None
+    manifest: bool
+    missing_shards: int
+    """By the numbers in the others' names; such a set is not the whole one."""
+    ignored_shards: int
+    """There, but not in the manifest: not read."""
+
+
 class CacheResult(TypedDict):
     wanted: str
     state: CacheState
@@ -204,6 +216,8 @@ class Result(TypedDict):
     endpoints: list[EndpointResult]
     ranks: list[RankResult]
     hosts: list[HostResult]
+    data_set: DataSetResult | None
+    """None with a constant batch."""
     cache: CacheResult
     quality: None
     validity: Validity

@@ -7,10 +7,10 @@ from typing import cast
 
 import numpy as np
 
-from drawbar.analyze.schema import CacheResult, CacheState, EndpointResult, InputResult, Latency
+from drawbar.analyze.schema import CacheResult, CacheState, DataSetResult, EndpointResult, InputResult, Latency
 from drawbar.analyze.throughput import percentiles
 from drawbar.analyze.timeline import Run
-from drawbar.journal import Cache, InputTotals, Request, Witness
+from drawbar.journal import Cache, DataSet, InputTotals, Request, Witness
 
 COLD_DISK_SHARE = 0.95
 """Of the bytes served: a store that read at least this much from disk had (almost) nothing in its page cache."""
@@ -112,6 +112,21 @@ def reread_share(requests: Iterable[Request]) -> float | None:
             different += max(0, end - max(start, covered))
             covered = max(covered, end)
     return 1 - different / total
+
+
+def data_set_result(run: Run) -> DataSetResult | None:
+    event = next(iter(cast(list[DataSet], run.events(DataSet))), None)
+    if event is None:
+        return None
+    return DataSetResult(
+        url=run.recipe.data.url,
+        shards=event.shards,
+        bytes=event.size_bytes,
+        records=event.records,
+        manifest=event.manifest,
+        missing_shards=event.missing,
+        ignored_shards=event.ignored,
+    )
 
 
 def cache_result(run: Run) -> CacheResult:

@@ -402,6 +402,16 @@ def no_bad_images(facts: Facts) -> Reason | None:
     return _reason("bad images", "none", f"{bad:,}", "qualified") if bad else None
 
 
+def whole_data_set(facts: Facts) -> Reason | None:
+    """A part of a set has fewer bytes to read and more of them in every cache."""
+    found = facts.data_set
+    if found is None or not found["missing_shards"]:
+        return None
+    missing = found["missing_shards"]
+    actual = f"{missing:,} of {found['shards'] + missing:,} missing, by the names of the others"
+    return _reason("whole data set", "every shard", actual, "qualified")
+
+
 # --- cold, emulated, disturbed ----------------------------------------------------------------------------------
 
 
@@ -532,6 +542,7 @@ RULES: Sequence[Rule] = (
     read_once_when_cold,
     no_retries,
     no_bad_images,
+    whole_data_set,
     enough_steps,
     long_enough,
     warmed_up,

@@ -23,6 +23,7 @@ from drawbar.dataset.listing import (
     no_shards,
     objects_under,
     refuse_several_sets,
+    refuse_unfinished,
 )
 from drawbar.dataset.manifest import MANIFEST_NAME, Manifest, ShardEntry
 from drawbar.dataset.record_check import RecordRules, SchemaName, read_features, schema_of
@@ -208,6 +209,8 @@ def _find(place: Place, pattern: str, tell: OnFault) -> _Set:
     if manifest is not None and not all(matches(entry.name, pattern) for entry in manifest.shards):
         manifest = None
     if manifest is None:
+        if MANIFEST_NAME not in objects:
+            refuse_unfinished(place.store, place.prefix)
         refuse_several_sets(names, place.prefix)
         if not names:
             raise no_shards({name: size for name, (size, _) in objects.items()}, place.prefix, pattern)

@@ -24,9 +24,9 @@ from obstore.exceptions import BaseError, PermissionDeniedError, Unauthenticated
 from obstore.store import MemoryStore, ObjectStore, S3Store
 
 from drawbar.dataset.listing import join, object_sizes
+from drawbar.dataset.manifest import PARTS
 from drawbar.errors import DrawbarError, EnvironmentUnfit, InputError, RunFailed
 
-PARTS = "_parts"
 """Folder below the destination for what a packing needs until its manifest is written."""
 
 _BLOCK_BYTES = 1 << 20

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import obstore
 from obstore.store import ObjectStore
 
-from drawbar.dataset.manifest import MANIFEST_NAME, Manifest, ShardEntry
+from drawbar.dataset.manifest import CLAIM_NAME, MANIFEST_NAME, PARTS, Manifest, ShardEntry
 from drawbar.errors import DataError, InputError
 
 _NO_SHARD_SUFFIXES = (".json", ".txt", ".md", ".csv", ".html", ".idx", ".index", ".pbtxt", ".xml", ".log")
@@ -60,7 +60,8 @@ class Listing:
 
     @property
     def num_records(self) -> int | None:
-        return self.manifest.num_records if self.manifest else None
+        counts = [shard.num_records for shard in self.shards]
+        return None if None in counts else sum(count or 0 for count in counts)
 
 
 def split_pattern(url: str) -> tuple[str, str]:
@@ -92,6 +93,7 @@ def list_shards(
         shards = tuple(_checked(entry, sizes, prefix) for entry in sorted(manifest.shards, key=lambda s: s.name))
     else:
         manifest = None
+        refuse_unfinished(store, prefix)
         refuse_several_sets(candidates, prefix)
         shards = tuple(foreign_shard(prefix, name, *objects[name]) for name in candidates)
     if not shards:
@@ -130,6 +132,15 @@ def no_shards(sizes: Mapping[str, int], prefix: str, pattern: str) -> InputError
         f"no shards {pattern or ''}{' ' if pattern else ''}under {prefix or '/'!r}" + _what_is_there(sizes),
         hint="data.url names the prefix that holds the shards themselves, such as s3://bucket/train",
     )
+
+
+def refuse_unfinished(store: ObjectStore, prefix: str) -> None:
+    """Raises InputError where a packing has begun and not ended: its shards so far are no set."""
+    if CLAIM_NAME in objects_under(store, join(prefix, PARTS)):
+        raise InputError(
+            f"the packing of {prefix or 'this set'} is not finished",
+            hint="give its `drawbar data pack` command again: it goes on with what is missing",
+        )
 
 
 def refuse_several_sets(names: Sequence[str], prefix: str) -> None:

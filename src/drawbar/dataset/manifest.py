@@ -18,6 +18,9 @@ Action = Literal["skipped", "fixed", "kept"]
 RecordSchema = Literal["imagenet", "coco"]
 
 MANIFEST_NAME = "manifest.json"
+PARTS = "_parts"
+CLAIM_NAME = "set.json"
+"""`_parts/set.json` is there from the beginning of a packing until its manifest is."""
 SCHEMA = 1
 """Goes up when a reader of the old number would misread; keys that a reader does not know are skipped."""
 

@@ -13,11 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from drawbar.dataset.destination import PARTS, Destination
-from drawbar.dataset.manifest import BadFile, ShardEntry, bad_file, shard_entry
+from drawbar.dataset.destination import Destination
+from drawbar.dataset.manifest import CLAIM_NAME, PARTS, BadFile, ShardEntry, bad_file, shard_entry
 from drawbar.errors import DataError
 
-SET_NAME = "set.json"
 _READERS = 8
 
 
@@ -63,15 +62,15 @@ def part_name(shard: str) -> str:
 
 def claim(dest: Destination, description: Mapping[str, Any]) -> None:
     """Says whose shards will be here; `description` has `set_sha256` and what a person wants to know."""
-    dest.put(f"{PARTS}/{SET_NAME}", json.dumps(dict(description), indent=1).encode())
+    dest.put(f"{PARTS}/{CLAIM_NAME}", json.dumps(dict(description), indent=1).encode())
 
 
 def claimed(dest: Destination) -> Mapping[str, Any] | None:
     """What `claim` wrote, `{}` where it is damaged, None where nothing is."""
-    if SET_NAME not in dest.sizes(PARTS):
+    if CLAIM_NAME not in dest.sizes(PARTS):
         return None
     try:
-        tree = json.loads(dest.get(f"{PARTS}/{SET_NAME}"))
+        tree = json.loads(dest.get(f"{PARTS}/{CLAIM_NAME}"))
     except ValueError:
         return {}
     return tree if isinstance(tree, dict) else {}
@@ -98,6 +97,6 @@ def finished(dest: Destination, shards: Sequence[str], set_sha256: str, on_bad: 
 
 def clear(dest: Destination) -> None:
     """Removes all of `_parts`; the claim last, as without it the shards would belong to nobody."""
-    names = sorted(dest.sizes(PARTS), key=lambda name: (name == SET_NAME, name))
+    names = sorted(dest.sizes(PARTS), key=lambda name: (name == CLAIM_NAME, name))
     for name in names:
         dest.delete(f"{PARTS}/{name}")

@@ -23,7 +23,7 @@ from drawbar.dataset.index import INDEX_NAME, INDEX_VARIABLE, ShardIndex, find_o
 from drawbar.dataset.listing import Listing, split_pattern
 from drawbar.errors import DrawbarError, EnvironmentUnfit, InputError, Interrupted, RunFailed
 from drawbar.input.plan import check_plan
-from drawbar.journal import Cache, Clock, Error, JournalWriter, Request, RunEnd, RunStart, Step, Witness
+from drawbar.journal import Cache, Clock, DataSet, Error, JournalWriter, Request, RunEnd, RunStart, Step, Witness
 from drawbar.launch.environment import EMBEDDED_ENDPOINTS, describe, rank_environment
 from drawbar.launch.listing import list_place
 from drawbar.launch.tail import JournalTail
@@ -93,9 +93,10 @@ def _run(recipe: Recipe, storage: Storage, run_dir: Path, journal: JournalWriter
             environment=describe(),
         )
     )
-    if storage.listing is not None and storage.listing.missing:
-        missing = storage.listing.missing
-        console.line(f"note: the set is not complete, by the shards' numbers: {len(missing)} missing, as {missing[0]}")
+    if storage.listing is not None:
+        journal.write(_data_set(storage.listing))
+        if missing := storage.listing.missing:
+            console.line(f"note: shards are missing, by the others' numbers: {len(missing)}, such as {missing[0]}")
     console.status("making the start cold" if recipe.cache.start == "cold" else "starting")
     storage = make_cold(recipe, storage, journal)
     write_witnesses(storage.store, "before", journal)
@@ -108,6 +109,18 @@ def _run(recipe: Recipe, storage: Storage, run_dir: Path, journal: JournalWriter
         env[INDEX_VARIABLE] = str(path)
     watch(Torchrun(run_dir, recipe.launch.ranks, env), recipe, run_dir, console)
     write_witnesses(storage.store, "after", journal)
+
+
+def _data_set(listing: Listing) -> DataSet:
+    return DataSet(
+        shards=len(listing.shards),
+        size_bytes=listing.size_bytes,
+        records=listing.num_records,
+        manifest=listing.manifest is not None,
+        missing=len(listing.missing),
+        first_missing=listing.missing[0] if listing.missing else "",
+        ignored=len(listing.ignored),
+    )
 
 
 @contextmanager

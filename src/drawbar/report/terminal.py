@@ -270,6 +270,7 @@ def _facts_block(result: Result) -> list[str]:
     lines = [
         f"data wait: {words.percent(result['data_wait_fraction'], 1)} of the step time, "
         f"AU {words.percent(result['au'], 1)}; bottleneck {result['verdict']['stage']} (no ceilings measured)",
+        f"data set: {words.data_set_sentence(result) or 'none, a constant batch'}",
         f"cache: {words.cache_sentence(result)}",
         f"bytes: {words.balance_sentence(result)}",
     ]

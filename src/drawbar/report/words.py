@@ -107,6 +107,22 @@ def failure_sentence(result: Result) -> str:
     return f"{error['type']} of {who}{where}{phase}: {error['message']}"
 
 
+def data_set_sentence(result: Result) -> str:
+    """What was read from; empty with a constant batch."""
+    found = result["data_set"]
+    if found is None:
+        return ""
+    parts = [f"{found['shards']:,} shards", f"{megabytes(found['bytes'])} MB"]
+    if found["records"] is not None:
+        parts.append(f"{found['records']:,} records")
+    parts.append("with a manifest" if found["manifest"] else "without a manifest")
+    if found["missing_shards"]:
+        parts.append(f"{found['missing_shards']:,} shards missing")
+    if found["ignored_shards"]:
+        parts.append(f"{found['ignored_shards']:,} shards that the manifest does not name were not read")
+    return f"{found['url']}: {', '.join(parts)}"
+
+
 def cache_sentence(result: Result) -> str:
     cache = result["cache"]
     shares = []
