@@ -81,6 +81,7 @@ def dali_read(folder: Path) -> Iterator[Row]:
                     features={
                         "image/encoded": tfrecord.FixedLenFeature((), tfrecord.string, ""),
                         "image/class/label": tfrecord.FixedLenFeature([1], tfrecord.int64, -1),
+                        "image/object/class/label": tfrecord.VarLenFeature(tfrecord.int64, -1),
                         **{key: tfrecord.VarLenFeature(tfrecord.float32, 0.0) for key in BOX_KEYS},
                     },
                 )
@@ -95,6 +96,7 @@ def dali_read(folder: Path) -> Iterator[Row]:
                         "shard": path.name,
                         "encoded": shown([outputs["image/encoded"].at(i).tobytes()])[0],
                         "label": int(outputs["image/class/label"].at(i)[0]),
+                        "object_labels": outputs["image/object/class/label"].at(i).tolist(),
                         "boxes": [outputs[key].at(i).tolist() for key in BOX_KEYS],
                     }
                     rows += 1

@@ -26,7 +26,7 @@ from drawbar.dataset.tfrecord import RecordSplitter
 from drawbar.dataset.walk import Fault, Origin
 from drawbar.storage.stores import open_place
 from tests.drawbar_process import drawbar
-from tests.peers import Row, shown
+from tests.peers import BOX_KEYS, Row, shown
 from tests.test_loader import loader_over
 
 REPOSITORY = Path(__file__).parents[1]
@@ -164,7 +164,48 @@ def test_dali_reads_every_record_of_a_packed_set_and_gets_the_same(packed: Path)
     theirs, mine = peer(python, "dali-read", packed), ours(packed)
     assert len(theirs) == len(mine) == 60
     for their, my in zip(theirs, mine, strict=True):
-        assert their == only(my, "shard", "encoded", "label", "boxes")
+        assert their == only(my, "shard", "encoded", "label", "boxes") | {"object_labels": []}
+
+
+@pytest.fixture(scope="module")
+def coco(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Row]]:
+    """24 scenes with several objects each, and their records as Drawbar reads them."""
+    folder = tmp_path_factory.mktemp("coco")
+    made = drawbar("data", "make", "coco-like", folder / "files", "--images", 24, "--size", 160)
+    assert made.code == 0, made.stderr
+    finished = drawbar("data", "pack", "coco", folder / "files", folder / "packed", "--shards", 2)
+    assert finished.code == 0, finished.stderr
+    place = open_place(str(folder / "packed"), None, None, Storage())
+    rows = []
+    for shard in list_shards(place.store, place.prefix).shards:
+        splitter = RecordSplitter(shard.name)
+        for record in splitter.feed((folder / "packed" / shard.name).read_bytes()):
+            features = read_features(record.payload)
+            rows.append(
+                {
+                    "shard": shard.name,
+                    "features": {key: shown(list(values)) for key, values in features.items()},
+                    "encoded": shown(list(features["image/encoded"]))[0],
+                    "object_labels": list(features["image/object/class/label"]),
+                    "boxes": [list(features[key]) for key in BOX_KEYS],
+                }
+            )
+        splitter.finish()
+    assert len(rows) == 24
+    assert sum(len(row["object_labels"]) for row in rows) > 48
+    assert all(len(row["features"]["image/object/mask"]) == len(row["object_labels"]) for row in rows)
+    return folder / "packed", rows
+
+
+def test_tensorflow_reads_objects_boxes_and_masks_of_a_packed_coco_set(coco: tuple[Path, list[Row]]) -> None:
+    theirs = peer(tensorflow(), "tensorflow-read", coco[0])
+    assert [only(row, *coco[1][0]) for row in theirs] == coco[1]
+
+
+def test_dali_reads_objects_and_boxes_of_a_packed_coco_set(coco: tuple[Path, list[Row]]) -> None:
+    theirs = peer(dali(), "dali-read", coco[0])
+    keys = ("shard", "encoded", "object_labels", "boxes")
+    assert [only(row, *keys) for row in theirs] == [only(row, *keys) for row in coco[1]]
 
 
 @pytest.fixture(scope="module")
