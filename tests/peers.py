@@ -91,15 +91,20 @@ def dali_read(folder: Path) -> Iterator[Row]:
             rows = 0
             while rows < count:
                 outputs = dict(zip(names, pipe.run(), strict=True))
+                # A key that a record does not have comes as a scalar of no meaning.
                 for i in range(min(batch_size, count - rows)):
                     yield {
                         "shard": path.name,
                         "encoded": shown([outputs["image/encoded"].at(i).tobytes()])[0],
-                        "label": int(outputs["image/class/label"].at(i)[0]),
-                        "object_labels": outputs["image/object/class/label"].at(i).tolist(),
-                        "boxes": [outputs[key].at(i).tolist() for key in BOX_KEYS],
+                        "labels": as_list(outputs["image/class/label"].at(i)),
+                        "object_labels": as_list(outputs["image/object/class/label"].at(i)),
+                        "boxes": [as_list(outputs[key].at(i)) for key in BOX_KEYS],
                     }
                     rows += 1
+
+
+def as_list(values: Any) -> list[Any]:
+    return list(values.tolist()) if values.ndim else []
 
 
 def write_dali_index(path: Path, index: Any) -> int:

@@ -164,16 +164,17 @@ def test_dali_reads_every_record_of_a_packed_set_and_gets_the_same(packed: Path)
     theirs, mine = peer(python, "dali-read", packed), ours(packed)
     assert len(theirs) == len(mine) == 60
     for their, my in zip(theirs, mine, strict=True):
-        assert their == only(my, "shard", "encoded", "label", "boxes") | {"object_labels": []}
+        assert only(their, "shard", "encoded", "boxes") == only(my, "shard", "encoded", "boxes")
+        assert their["labels"] == [my["label"]]
 
 
 @pytest.fixture(scope="module")
 def coco(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Row]]:
     """24 scenes with several objects each, and their records as Drawbar reads them."""
     folder = tmp_path_factory.mktemp("coco")
-    made = drawbar("data", "make", "coco-like", folder / "files", "--images", 24, "--size", 160)
+    made = drawbar("data", "make", "coco-like", folder / "files", "--images", "24", "--size", "160")
     assert made.code == 0, made.stderr
-    finished = drawbar("data", "pack", "coco", folder / "files", folder / "packed", "--shards", 2)
+    finished = drawbar("data", "pack", "coco", folder / "files", folder / "packed", "--shards", "2")
     assert finished.code == 0, finished.stderr
     place = open_place(str(folder / "packed"), None, None, Storage())
     rows = []

@@ -244,13 +244,13 @@ def test_records_are_the_same_without_a_folder(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_small_network_learns_the_small_pictures() -> None:
-    """ResNet-18 from scratch, on a few thousand pictures of 10 classes, a few minutes on 2 cores; held out: >= 90 %."""
+    """ResNet-18 from scratch, 8 passes over 4,384 pictures of 10 classes, 3 minutes on 2 cores; held out: >= 90 %."""
     import torch
     from torch.nn.functional import cross_entropy
     from torchvision.models import resnet18
 
-    wanted = ImagenetLikeSet(2600, num_classes=10, seed=1, size=64)
-    num_train, crop, batch, epochs = 1984, 48, 32, 10
+    wanted = ImagenetLikeSet(5000, num_classes=10, seed=1, size=64)
+    num_train, crop, batch, epochs = 4384, 48, 32, 8
     torch.manual_seed(0)
     pixels = np.stack([cv2.resize(decode(wanted.draw(index)), (64, 64)) for index in range(wanted.num_images)])
     images = ((torch.from_numpy(pixels).permute(0, 3, 1, 2).float() - 120) / 60).contiguous(
