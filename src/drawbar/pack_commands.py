@@ -98,7 +98,8 @@ def make(
         "mean_bytes": stats.mean_bytes,
         "total_bytes": stats.total_bytes,
     }
-    text = f"{images} images in {classes} classes, {stats.mean_bytes / 1e3:.1f} kB on average, in {dest}"
+    used = f"{classes}" if images >= classes else f"{images} of {classes}"
+    text = f"{images} images in {used} classes, {stats.mean_bytes / 1e3:.1f} kB on average, in {dest}"
     _report(terminal, row, json_out, text)
 
 
