@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, TypeVar
 
 import cv2
 
+from drawbar.dataset.workers import WorkerPool
 from drawbar.errors import InputError, RunFailed
 
 Progress = Callable[[str, int, int], None]
@@ -100,9 +100,7 @@ def in_chunks(
         finally:
             cv2.setNumThreads(threads)
         return
-    # Spawned, not forked: a fork of a process whose libraries run threads can hang.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker)
+    pool = WorkerPool(workers, _start_worker)
     waiting: deque[Future[_Made]] = deque()
     try:
         for chunk in chunks:

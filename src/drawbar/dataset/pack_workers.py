@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from multiprocessing.connection import wait as wait_for_any
 
 from drawbar.dataset.items import Item
 from drawbar.dataset.parts import PackedShard
 from drawbar.dataset.shard_writer import PackJob, Stopped, Watch, pack_shard
+from drawbar.dataset.workers import WorkerPool
 from drawbar.errors import RunFailed
 
 Report = Callable[[int], None]
@@ -56,8 +55,7 @@ def pack_in_processes(
     killed.
     """
     with _pool(job, workers) as (pool, counts):
-        with _signals_blocked():
-            waiting: set[Future[PackedShard]] = {pool.submit(_work, name, items) for name, items in shards.items()}
+        waiting: set[Future[PackedShard]] = {pool.submit(_work, name, items) for name, items in shards.items()}
         while waiting:
             done, waiting = wait(waiting, _POLL_S, FIRST_COMPLETED)
             while counts.poll():
@@ -66,11 +64,11 @@ def pack_in_processes(
 
 
 @contextmanager
-def _pool(job: PackJob, workers: int) -> Iterator[tuple[ProcessPoolExecutor, Connection]]:
+def _pool(job: PackJob, workers: int) -> Iterator[tuple[WorkerPool, Connection]]:
     context = multiprocessing.get_context("spawn")
     counts, count = context.Pipe(duplex=False)
     stop, stopper = context.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(job, count, stop))
+    pool = WorkerPool(workers, _start, job, count, stop)
     try:
         yield pool, counts
     except BrokenProcessPool:
@@ -87,19 +85,6 @@ def _pool(job: PackJob, workers: int) -> Iterator[tuple[ProcessPoolExecutor, Con
             end.close()
         ender.join()
         counts.close()
-
-
-@contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """An exception raised by a signal must not leave a process half started: it would wait for us, and we for it.
-
-    The processes inherit the block: they see no Ctrl-C and no SIGTERM to the group, but end as their parent tells them.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _drain(counts: Connection) -> None:
@@ -121,7 +106,7 @@ class _Worker:
         self.stopped = False
         self._count, self._stop = count, stop
         self._unsent, self._sent_t = 0, time.monotonic()
-        threading.Thread(target=self._watch_parent, daemon=True).start()
+        threading.Thread(target=self._wait_for_stop, daemon=True).start()
 
     def report(self, images: int) -> None:
         self._unsent += images
@@ -134,14 +119,9 @@ class _Worker:
         self._count.send_bytes(_COUNT.pack(self._unsent))  # one write below PIPE_BUF: whole, whoever else writes
         self._unsent = 0
 
-    def _watch_parent(self) -> None:
-        parent = multiprocessing.parent_process()
-        if parent is None:
-            return
-        if self._stop in wait_for_any([self._stop, parent.sentinel]):
-            self.stopped = True
-        wait_for_any([parent.sentinel])
-        os._exit(1)
+    def _wait_for_stop(self) -> None:
+        self._stop.poll(None)
+        self.stopped = True
 
 
 _this: list[_Worker] = []  # one per process: a pool's initializer has no other way to hand something over

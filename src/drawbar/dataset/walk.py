@@ -9,11 +9,10 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing.sharedctypes import Synchronized
@@ -25,6 +24,7 @@ from drawbar.config import Storage
 from drawbar.dataset.compressed import Decompressor
 from drawbar.dataset.listing import ShardInfo
 from drawbar.dataset.tfrecord import Compression, FramingError, RecordSplitter, compression_of
+from drawbar.dataset.workers import WorkerPool
 from drawbar.errors import RunFailed
 from drawbar.journal import Request
 from drawbar.storage.stores import CountedReader, Credentials, Place, open_place
@@ -176,10 +176,9 @@ def first_record(origin: Origin, shard: ShardInfo) -> Record | None:
 def _in_processes(
     origin: Origin, shards: Sequence[ShardInfo], look: Look[_T], workers: int, progress: Progress
 ) -> Iterator[_T]:
-    # Spawned, not forked: a fork of a process whose libraries run threads can hang.
     context = multiprocessing.get_context("spawn")
     counters = _SharedCounters(context.Value("q", 0), context.Value("q", 0), context.Value("q", 0))
-    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(counters,))
+    pool = WorkerPool(workers, _start_worker, counters)
     waiting: deque[Future[_T]] = deque()
     rest = iter(shards)
     try:
@@ -238,8 +237,6 @@ _counters: _SharedCounters | None = None
 def _start_worker(counters: _SharedCounters) -> None:
     global _counters  # noqa: PLW0603
     _counters = counters
-    # Ctrl-C goes to the whole group; the caller stops the workers by their counters.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _look_at(origin: Origin, shard: ShardInfo, look: Look[Any]) -> Any:
