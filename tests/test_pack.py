@@ -320,6 +320,19 @@ def test_another_set_is_not_overwritten_unasked(
     assert contents(out) == before
 
 
+def test_a_set_that_is_kept_is_said_to_be(source: Path, tmp_path: Path) -> None:
+    """Contents are not compared, so whoever edited a file in place must be told."""
+    out = tmp_path / "out"
+    pack_folder(source, out, num_shards=3)
+    before = contents(out)
+    path = source / "n01" / "n01_0.JPEG"
+    path.write_bytes(path.read_bytes()[:-3] + b"\0" + path.read_bytes()[-2:])
+    notes: list[str] = []
+    pack_folder(source, out, num_shards=3, note=notes.append)
+    assert contents(out) == before
+    assert [note for note in notes if "it was kept" in note and "--overwrite packs anew" in note]
+
+
 def test_changed_source_is_another_set(source: Path, tmp_path: Path) -> None:
     pack_folder(source, str(tmp_path / "out"), num_shards=3)
     (source / "n01" / "new.jpg").write_bytes(jpeg(77))

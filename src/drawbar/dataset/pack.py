@@ -98,7 +98,7 @@ def pack_share(
     try:
         existing = _existing(job, overwrite)
         if existing is not None:
-            return _kept(job, existing, launched)
+            return _kept(job, existing, launched, note)
         if len(items) < settings.num_shards:
             raise InputError(
                 f"{settings.num_shards} shards for {len(items)} images; expected at most one shard per image",
@@ -194,7 +194,7 @@ def _existing(job: PackJob, overwrite: bool) -> Manifest | None:
     return manifest
 
 
-def _kept(job: PackJob, manifest: Manifest, launched: Launched) -> Manifest | None:
+def _kept(job: PackJob, manifest: Manifest, launched: Launched, note: Note) -> Manifest | None:
     """A complete set is the answer if its bad files were treated as asked."""
     bad = [item for item in manifest.bad if item.action != "kept"]
     if bad and manifest.on_bad != job.settings.on_bad:
@@ -206,6 +206,10 @@ def _kept(job: PackJob, manifest: Manifest, launched: Launched) -> Manifest | No
     if launched.rank:
         return None
     parts.clear(job.dest)  # where the packer was killed between its last two steps
+    note(
+        f"{job.dest.shown} holds this set already, and it was kept: the source's paths and sizes are those it was made "
+        "of (contents were not compared; --overwrite packs anew)"
+    )
     return manifest
 
 
