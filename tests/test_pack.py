@@ -645,5 +645,8 @@ def test_packing_to_s3(source: Path, tmp_path: Path, embedded_store: embedded.Em
         list_shards(store, "imagenet/validation")
     with pytest.raises(InputError, match=r"is no trainable JPEG"):
         pack_folder(source, StoreDestination(store, "imagenet/again"), num_shards=1, on_bad="fail")
+    with pytest.raises(InputError, match="the packing of imagenet/again is not finished"):
+        list_shards(store, "imagenet/again")
+    obstore.delete(store, "imagenet/again/_parts/set.json")
     with pytest.raises(InputError, match="nothing is there"):  # the store lists an empty object for the folder itself
         list_shards(store, "imagenet/again")
