@@ -14,7 +14,7 @@ from drawbar.dataset.index import INDEX_VARIABLE, ShardIndex
 from drawbar.dataset.listing import split_pattern
 from drawbar.input.augment import Pixels
 from drawbar.input.loader import Loader, ReadPlan
-from drawbar.journal import InputTotals, JournalWriter
+from drawbar.journal import Event, InputTotals, JournalWriter
 from drawbar.launch.environment import EMBEDDED_ENDPOINTS
 from drawbar.launch.listing import list_place
 from drawbar.storage.stores import CountedReader, Credentials, endpoint_of_rank, open_place
@@ -32,7 +32,8 @@ class Feed(Protocol):
 
     def next_batch(self) -> HostBatch: ...
 
-    def close(self) -> InputTotals: ...
+    def close(self) -> list[Event]:
+        """Stops reading; returns what is to be written down of it."""
 
 
 def open_feed(recipe: Recipe, world: World, device: torch.device, decoders: int, journal: JournalWriter) -> Feed:
@@ -60,8 +61,8 @@ class ConstantFeed:
     def next_batch(self) -> HostBatch:
         return HostBatch(pixels=self._pixels, labels=self._labels, epoch=0, release=self._release)
 
-    def close(self) -> InputTotals:
-        return InputTotals(
+    def close(self) -> list[Event]:
+        totals = InputTotals(
             planned_bytes=0,
             received_bytes=0,
             trained_bytes=0,
@@ -71,6 +72,7 @@ class ConstantFeed:
             bad_images=0,
             epochs=0.0,
         )
+        return [totals]
 
     def _release(self) -> None:
         self._trained += len(self._labels)
@@ -112,12 +114,11 @@ class DataFeed:
             shards=self._listing.shards,
             rank=self._world.rank,
             world_size=self._world.world_size,
-            seed=recipe.input.seed,
+            batch_size=recipe.train.batch_size,
         )
         self._loader = Loader(
             plan,
             self._reader,
-            batch_size=recipe.train.batch_size,
             num_classes=recipe.data.num_classes,
             input=recipe.input,
             storage=recipe.storage,
@@ -135,8 +136,9 @@ class DataFeed:
             release=lambda: loader.recycle(batch),
         )
 
-    def close(self) -> InputTotals:
-        return self._running().close()
+    def close(self) -> list[Event]:
+        loader = self._running()
+        return [loader.close(), loader.report(), *loader.stages()]
 
     def _running(self) -> Loader:
         assert self._loader is not None, "start() comes first"  # noqa: S101
