@@ -32,7 +32,7 @@ from drawbar.input.fetch import Fetcher, Stopped
 from drawbar.input.plan import PlanState
 from drawbar.input.reading import Reading
 from drawbar.input.records import RecordReader
-from drawbar.input.sources import ReadPlan, open_sources
+from drawbar.input.sources import ReadPlan, in_turn, open_sources
 from drawbar.input.stages import Blocked, Stage
 from drawbar.journal import InputReport, InputStage, InputTotals
 from drawbar.storage.stores import CountedReader
@@ -90,6 +90,11 @@ class Loader:
     def state(self) -> PlanState | None:
         """Where training stands after the batches recycled so far; None for a set whose records are not known."""
         return self._sources.state_after(self._trained_batches)
+
+    @property
+    def trained_bytes(self) -> int:
+        """Framed records of the batches recycled so far."""
+        return self._trained_bytes
 
     def next_batch(self, timeout_s: float) -> Batch:
         """The next decoded batch. Raises DataError or a storage error of a stage; RunFailed after `timeout_s`."""
@@ -171,7 +176,7 @@ class Loader:
 
     def _feed(self) -> None:
         try:
-            for batch in self._batches(self._in_turn()):
+            for batch in self._batches(in_turn(self._fetcher)):
                 self._put(batch)
         except Stopped:
             pass
@@ -180,22 +185,6 @@ class Loader:
                 self._put(error)
             except Stopped:
                 pass
-
-    def _in_turn(self) -> Iterator[Record]:
-        """Stretch after stretch, a record of each source in turn."""
-        while True:
-            group = self._fetcher.next_group()
-            sources = [source.records(self._fetcher.bodies(source)) for source in group]
-            for source in itertools.cycle(sources):
-                record = next(source, None)
-                if record is None:
-                    break
-                yield record
-            # Their numbers of records differ by one at most: the others end here too, and count what they still hold.
-            for source in sources:
-                assert next(source, None) is None, "lanes of different length"  # noqa: S101
-            for open_source in group:
-                self._fetcher.drop(open_source)
 
     def _batches(self, records: Iterator[Record]) -> Iterator[Batch]:
         size, clock = self._plan.batch_size, time.perf_counter

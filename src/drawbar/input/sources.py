@@ -11,7 +11,8 @@ from typing import Protocol
 from drawbar.config import Input
 from drawbar.dataset.listing import ShardInfo
 from drawbar.errors import InputError
-from drawbar.input.fetch import Source, lane_chunks, shard_chunks
+from drawbar.input.batch import Record
+from drawbar.input.fetch import Fetcher, Source, lane_chunks, shard_chunks
 from drawbar.input.plan import Lane, PlanState, ReadingPlan, RecordIndex, whole_shards
 from drawbar.input.records import RecordReader
 
@@ -113,3 +114,20 @@ class ShardSources:
 
     def state_after(self, num_steps: int) -> None:
         return None
+
+
+def in_turn(fetcher: Fetcher) -> Iterator[Record]:
+    """Stretch after stretch, a record of each source in turn: what a rank trains, without end."""
+    while True:
+        group = fetcher.next_group()
+        sources = [source.records(fetcher.bodies(source)) for source in group]
+        for source in itertools.cycle(sources):
+            record = next(source, None)
+            if record is None:
+                break
+            yield record
+        # Their numbers of records differ by one at most: the others end here too, and count what they still hold.
+        for source in sources:
+            assert next(source, None) is None, "lanes of different length"  # noqa: S101
+        for ended in group:
+            fetcher.drop(ended)

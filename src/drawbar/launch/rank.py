@@ -80,7 +80,7 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
     torch.manual_seed(recipe.input.seed)
 
     phase.now = "open data"
-    feed = open_feed(recipe, world, device, decoders, journal)
+    feed = open_feed(recipe, world, device, decoders, journal.write)
     precision = "bf16" if dtype == torch.bfloat16 else "fp32"
     journal.write(
         RunStart(
