@@ -21,6 +21,8 @@ from drawbar.journal import (
     DataSet,
     Event,
     Host,
+    InputReport,
+    InputStage,
     InputTotals,
     JournalWriter,
     Request,
@@ -234,8 +236,38 @@ def _rank_events(
             bad_images=0,
             epochs=0.5,
         ),
+        InputReport(
+            t=own_t + 0.1, lanes=8, request_bytes=REQUEST_BYTES, read_ahead=4, tuned=["read_ahead"], first_batch_s=0.4
+        ),
+        *_stages(own_t + 0.1, sum(length_s), images, total),
         Clock(t=own_t + 0.2, when="end", offset_s=behind_s, uncertainty_s=5e-5),
         RunEnd(t=own_t + 0.3, status="ok", unix_s=1.7e9 + 60),
+    ]
+
+
+def _stages(t: float, run_s: float, images: int, total_bytes: int) -> list[Event]:
+    """Four fetches wait for room three quarters of the time; two decode threads are busy for half of it."""
+    shares = {
+        "fetch": (4, 0.25, 0.0, 0.75, 4),
+        "split": (1, 0.05, 0.15, 0.6, 0),
+        "shuffle": (1, 0.05, 0.15, 0.6, 512),
+        "decode": (2, 0.5, 0.1, 0.4, 0),
+        "batch": (1, 0.02, 0.15, 0.6, 2),
+    }
+    return [
+        InputStage(
+            t=t,
+            stage=stage,
+            threads=threads,
+            busy_s=busy * threads * run_s,
+            wait_in_s=wait_in * threads * run_s,
+            wait_out_s=wait_out * threads * run_s,
+            items=images,
+            bytes=total_bytes,
+            queue_capacity=capacity,
+            queue_mean=capacity / 2,
+        )
+        for stage, (threads, busy, wait_in, wait_out, capacity) in shares.items()
     ]
 
 

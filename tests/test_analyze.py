@@ -27,6 +27,8 @@ from drawbar.journal import (
     Error,
     Event,
     Host,
+    InputReport,
+    InputStage,
     InputTotals,
     Request,
     RunEnd,
@@ -837,3 +839,40 @@ def test_reading_never_imports_what_runs() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+# The input's stages
+
+
+def test_stages_of_all_ranks_add_up_and_their_shares_to_one(tmp_path: Path) -> None:
+    run = synthetic_run(ranks=3)
+    result = analyze(run.write(tmp_path))
+    stages = {stage["stage"]: stage for stage in result["input"]["stages"]}
+    assert list(stages) == ["fetch", "split", "shuffle", "decode", "batch", "copy"]
+    assert (stages["fetch"]["threads"], stages["decode"]["threads"], stages["copy"]["threads"]) == (12, 6, 3)
+    assert stages["fetch"]["blocked_on_output"] == pytest.approx(0.75)
+    assert stages["decode"]["busy"] == pytest.approx(0.5)
+    assert stages["copy"]["busy"] == pytest.approx(0.02)
+    assert stages["copy"]["blocked_on_input"] == pytest.approx(0.2)
+    for stage in stages.values():
+        shares = [stage["busy"], stage["blocked_on_input"], stage["blocked_on_output"]]
+        assert sum(share or 0.0 for share in shares) == pytest.approx(1)
+    assert stages["batch"]["queue_fill"] == pytest.approx(0.5)
+    assert stages["decode"]["queue_fill"] is None
+    run.change(1, InputReport, lambda report: with_changes(report, read_ahead=9, first_batch_s=1.5))
+    result = analyze(run.write(tmp_path / "uneven"))
+    assert result["input"]["first_batch_s"] == 1.5
+    assert result["input"]["reading"] == {
+        "request_bytes": [8 * 2**20] * 2,
+        "read_ahead": [4, 9],
+        "lanes": [8, 8],
+        "tuned": ["read_ahead"],
+    }
+
+
+def test_a_journal_without_stages_has_none_in_its_result(tmp_path: Path) -> None:
+    run = synthetic_run()
+    for rank in run.ranks:
+        run.drop(rank, InputStage, InputReport)
+    counts = analyze(run.write(tmp_path))["input"]
+    assert (counts["stages"], counts["reading"], counts["first_batch_s"]) == ([], None, None)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from drawbar.config import Input, Storage
 from drawbar.dataset.listing import list_shards
-from drawbar.errors import DataError, DrawbarError, RunFailed
+from drawbar.errors import DataError, DrawbarError, InputError, RunFailed
 from drawbar.input.loader import Batch, Loader, ReadPlan
-from drawbar.journal import Request
+from drawbar.input.plan import LastBatch, PlanState
+from drawbar.input.reading import BUDGET_BYTES
+from drawbar.journal import InputTotals, Request
 from drawbar.storage.stores import CountedReader, open_place
 from tests.small_set import NUM_CLASSES, example, image, offsets, write_set
 
@@ -35,18 +39,31 @@ def loader_over(
     shuffle_buffer: int = 16,
     prefetch_batches: int = 2,
     seed: int = 1,
+    lanes: int = 16,
+    last_batch: LastBatch = "carry",
+    state: PlanState | None = None,
 ) -> Iterator[Loader]:
     storage = Storage(request_bytes=request_bytes, read_ahead=read_ahead)
-    settings = Input(image_size=32, shuffle_buffer=shuffle_buffer, prefetch_batches=prefetch_batches, seed=seed)
+    settings = Input(
+        image_size=32,
+        shuffle_buffer=shuffle_buffer,
+        prefetch_batches=prefetch_batches,
+        seed=seed,
+        lanes=lanes,
+        last_batch=last_batch,
+    )
     place = open_place(str(folder), None, None, storage)
     reader = CountedReader(place, storage, (requests if requests is not None else []).append)
     plan = ReadPlan(
-        shards=list_shards(place.store, place.prefix).shards, rank=rank, world_size=world_size, seed=settings.seed
+        shards=list_shards(place.store, place.prefix).shards,
+        rank=rank,
+        world_size=world_size,
+        batch_size=batch_size,
+        state=state,
     )
     loader = Loader(
         plan,
         reader,
-        batch_size=batch_size,
         num_classes=num_classes,
         input=settings,
         storage=storage,
@@ -138,8 +155,8 @@ def test_reading_stops_ahead_of_a_consumer_that_does_not_come(tmp_path: Path) ->
         while before != loader._reader.received_bytes:
             before = loader._reader.received_bytes
             loader._stop.wait(0.3)
-        bound_records = 8 + 8 * (1 + 2) + 8
-        assert before <= 3 * 4096 + bound_records * largest
+        bound_records = 8 + 8 * (1 + 2)
+        assert before <= (loader.report().lanes + 2 + 1) * 4096 + bound_records * largest
         assert before < 0.5 * sum(path.stat().st_size for path in tmp_path.glob("train-*"))
 
 
@@ -252,4 +269,123 @@ def test_a_manifest_that_counts_other_records_than_the_shard_holds_is_found(tmp_
     tree["num_records"] -= 1
     tree["class_counts"][0] -= 1
     path.write_text(json.dumps(tree))
-    assert "24 records in bytes" in failing(tmp_path)
+    assert "2 records in bytes" in (message := failing(tmp_path))
+    assert "the manifest says 1" in message
+
+
+# Epochs, their ends, and going on with one
+
+
+def trained_ids(
+    folder: Path, num_batches: int, *, world_size: int, state: PlanState | None = None, **settings: Any
+) -> tuple[list[set[tuple[int, int, int]]], PlanState, list[InputTotals]]:
+    """Per global step what all ranks trained; the state after; the ranks' totals."""
+    steps: list[list[tuple[int, int, int]]] = [[] for _ in range(num_batches)]
+    totals = []
+    for rank in range(world_size):
+        with loader_over(folder, rank=rank, world_size=world_size, state=state, **settings) as loader:
+            for step, (_, _, ids) in zip(steps, take(loader, num_batches), strict=True):
+                step.extend(ids)
+            after = loader.state
+            totals.append(loader.close())
+    assert after is not None
+    assert all(len(set(step)) == len(step) for step in steps)
+    return [set(step) for step in steps], after, totals
+
+
+@pytest.mark.parametrize("last_batch", ["carry", "drop", "pad"])
+@pytest.mark.parametrize(("first_world", "second_world"), [(1, 2), (4, 1), (2, 8)])
+def test_an_epoch_goes_on_at_another_world_size_with_the_same_global_batches(
+    tmp_path: Path, last_batch: LastBatch, first_world: int, second_world: int
+) -> None:
+    """100 records, 16 a step: left in the middle of the first epoch, followed into the second."""
+    write_set(tmp_path, num_shards=4, records_per_shard=25)
+    settings: dict[str, Any] = {"last_batch": last_batch, "shuffle_buffer": 64}
+    whole, *_ = trained_ids(tmp_path, 11, world_size=first_world, batch_size=16 // first_world, **settings)
+    _, state, _ = trained_ids(tmp_path, 4, world_size=first_world, batch_size=16 // first_world, **settings)
+    stored = PlanState.from_json(state.to_json())
+    rest, _, totals = trained_ids(
+        tmp_path, 7, world_size=second_world, batch_size=16 // second_world, state=stored, **settings
+    )
+    assert rest == whole[4:]
+    for total in totals:
+        assert total.received_bytes == total.trained_bytes + total.discarded_bytes
+
+
+def test_an_epoch_goes_on_at_a_world_size_that_does_not_divide_the_lanes_without_loss_or_repeat(tmp_path: Path) -> None:
+    write_set(tmp_path, num_shards=4, records_per_shard=25)
+    before, state, _ = trained_ids(tmp_path, 3, world_size=2, batch_size=8, shuffle_buffer=64)
+    after, _, totals = trained_ids(tmp_path, 8, world_size=3, batch_size=5, state=state, shuffle_buffer=64)
+    seen = Counter(record for step in (*before, *after) for record in step)
+    assert set(seen.values()) == {1}
+    assert len([record for record in seen if record[0] == 0]) == 100
+    for total in totals:
+        assert total.received_bytes == total.trained_bytes + total.discarded_bytes
+
+
+def test_what_does_not_fill_a_global_batch_is_dropped_padded_or_carried_over(tmp_path: Path) -> None:
+    """100 records in steps of 16: 4 are left over."""
+    write_set(tmp_path, num_shards=4, records_per_shard=25)
+    cases: list[tuple[LastBatch, int, int]] = [("drop", 96, 0), ("pad", 100, 12), ("carry", 100, 0)]
+    for last_batch, own, again in cases:
+        _, _, totals = trained_ids(tmp_path, 13, world_size=2, batch_size=8, last_batch=last_batch)
+        seen: Counter[tuple[int, int, int]] = Counter()
+        for rank in range(2):
+            with loader_over(tmp_path, rank=rank, world_size=2, last_batch=last_batch) as loader:
+                seen.update(record for _, _, ids in take(loader, 14) for record in ids)
+        first = {record: count for record, count in seen.items() if record[0] == 0}
+        assert (len(first), sum(count - 1 for count in first.values())) == (own, again), last_batch
+        assert sum(total.padded_images for total in totals) == again
+        for total in totals:
+            assert total.trained_images == 13 * 8
+            assert total.received_bytes == total.trained_bytes + total.discarded_bytes
+            assert total.planned_bytes == total.received_bytes
+
+
+def test_a_set_whose_records_are_not_known_cannot_be_gone_on_with(tmp_path: Path) -> None:
+    write_set(tmp_path / "known")
+    write_set(tmp_path / "unknown", manifest=False)
+    _, state, _ = trained_ids(tmp_path / "known", 2, world_size=1)
+    with (
+        pytest.raises(InputError, match="the sizes of this set's records are not known"),
+        loader_over(tmp_path / "unknown", state=state),
+    ):
+        pass
+    with loader_over(tmp_path / "unknown") as loader:
+        assert loader.state is None
+
+
+# What it says of itself
+
+
+def test_each_stage_says_what_passed_and_where_it_waited(tmp_path: Path) -> None:
+    write_set(tmp_path)
+    requests: list[Request] = []
+    begin_t = time.perf_counter()
+    with loader_over(tmp_path, requests=requests) as loader:
+        take(loader, 6)
+        time.sleep(0.5)  # full: everything before the queue of batches is blocked by what comes after
+        totals = loader.close()
+        report = loader.report()
+        stages = {stage.stage: stage for stage in loader.stages()}
+    wall_s = time.perf_counter() - begin_t
+    assert list(stages) == ["fetch", "split", "shuffle", "decode", "batch"]
+    assert stages["fetch"].items == len(requests)
+    assert stages["fetch"].bytes == totals.received_bytes
+    assert stages["decode"].items == totals.decoded_images
+    assert stages["split"].items >= stages["shuffle"].items >= 48
+    for stage in stages.values():
+        assert 0 < stage.busy_s + stage.wait_in_s + stage.wait_out_s <= stage.threads * wall_s
+        assert stage.wait_out_s >= 0.4
+        assert 0 <= stage.queue_mean <= max(stage.queue_capacity, 1)
+    assert 0 < report.first_batch_s < wall_s
+    assert (report.request_bytes, report.read_ahead, report.tuned, report.lanes) == (8192, 3, [], 16)
+
+
+def test_what_the_recipe_leaves_open_is_tuned_within_the_budget_and_said(tmp_path: Path) -> None:
+    write_set(tmp_path)
+    with loader_over(tmp_path, request_bytes=0, read_ahead=0) as loader:
+        take(loader, 30)
+        report = loader.report()
+    assert report.tuned == ["request_bytes", "read_ahead"]
+    assert (report.lanes + report.read_ahead) * report.request_bytes <= BUDGET_BYTES

@@ -53,6 +53,7 @@ def test_golden_structure_of_the_summary(tmp_path: Path) -> None:
     assert heads[1:] == [
         "Ranks (step time, data wait, bytes received)",
         "Endpoints (MB received and served; median latency)",
+        "Input (share of each stage's time; how full the queue behind it is)",
         "data wait: 20.0 % of the step time, AU 78.0 %; bottleneck undecided (no ceilings",
         "validity: valid",
         "This many images per second were read, decoded and trained by all ranks",

@@ -14,6 +14,7 @@ import typer
 from drawbar import __version__
 from drawbar.data_cli import JsonFlag, data_app
 from drawbar.errors import DrawbarError, EnvironmentUnfit, Interrupted
+from drawbar.probe.names import STAGE_NAMES, StageName
 from drawbar.terminal import open_missing_streams, write_line
 
 app = typer.Typer(
@@ -132,6 +133,30 @@ def run(
     from drawbar.launch.command import run_and_report
 
     _finish_run(run_and_report(load_recipe(recipe, settings or []), out, json_out), json_out)
+
+
+@app.command(
+    short_help="What each stage of the input can do alone.",
+    epilog="Example: drawbar probe recipes/quickstart.toml --only read --set launch.ranks=4",
+)
+def probe(
+    recipe: Annotated[Path, typer.Argument(help="A TOML file; see recipes/.")],
+    only: Annotated[
+        StageName | None, typer.Option(help="One stage: read (GETs), crc (and framing), decode, batch (all), copy.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one key; may be repeated.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, max=3600, help="To measure each stage.")] = 5.0,
+    json_out: JsonFlag = False,
+) -> None:
+    """What each stage of the input can do alone, all ranks at once: images/s and MB/s."""
+    from drawbar.config import load_recipe
+    from drawbar.probe import run as prober
+
+    loaded = load_recipe(recipe, settings or [])
+    rates = prober.probe(loaded, [only] if only else STAGE_NAMES, seconds)
+    print(prober.to_json(loaded, rates) if json_out else prober.to_text(loaded, rates))
 
 
 @app.command(

@@ -65,15 +65,24 @@ class Storage(Section):
     """Folder of the embedded store; empty: the default of `drawbar s3 up`."""
     policy: Literal["rank"] = "rank"
     """`rank`: each rank uses endpoint number rank modulo their count (the ECS study's rule)."""
-    request_bytes: int = Field(default=8 * 1024 * 1024, ge=4096)
-    """Largest range asked for in one GET."""
-    read_ahead: int = Field(default=4, ge=1, le=256)
-    """GETs in flight or fetched and not yet consumed, per rank. Bounds memory: read_ahead * request_bytes."""
+    request_bytes: int = Field(default=0, ge=0)
+    """Largest range asked for in one GET (a record larger than it is asked for whole); at least 4096. 0: tuned at the
+    start of the run (`input/reading.py`), and the result says what was chosen."""
+    read_ahead: int = Field(default=0, ge=0, le=256)
+    """GETs in flight, or arrived and not yet opened, per rank. 0: tuned. Bounds memory: beside these a rank has one
+    body open for each of its lanes, so (lanes of the rank + read_ahead + 1) * request_bytes."""
     retries: int = Field(default=3, ge=0, le=100)
     """Tries after a failed GET before the run ends; each is counted."""
     connect_timeout_s: float = Field(default=5.0, gt=0, le=86400)
     timeout_s: float = Field(default=30.0, gt=0, le=86400)
     """For one whole GET."""
+
+    @field_validator("request_bytes")
+    @classmethod
+    def _no_tiny_requests(cls, request_bytes: int) -> int:
+        if 0 < request_bytes < 4096:
+            raise ValueError(f"{request_bytes} is too little for a GET: expected at least 4096, or 0 (tuned)")
+        return request_bytes
 
     @field_validator("endpoints")
     @classmethod
@@ -103,8 +112,16 @@ class Input(Section):
     """Per rank; 0: one per core that the ranks' compute threads leave free, at least 1."""
     prefetch_batches: int = Field(default=2, ge=1, le=64)
     """Decoded batches kept ready."""
-    shuffle_buffer: int = Field(default=256, ge=0, le=1_000_000)
-    """Encoded records held for shuffling; 0: in shard order. Bounds memory: this * record size."""
+    shuffle_buffer: int = Field(default=1024, ge=0, le=1_000_000)
+    """Encoded records held for shuffling by all ranks together, an equal part for each lane; 0: each lane in shard
+    order. Bounds memory: a rank holds at most shuffle_buffer / ranks records."""
+    lanes: int = Field(default=16, ge=1, le=4096)
+    """Slices into which an epoch is cut and of which every global batch takes records in turn. Where the ranks divide
+    them, the order of training does not depend on the ranks, and an epoch may be finished by another number of ranks.
+    Otherwise: the smallest multiple of the ranks that is no fewer."""
+    last_batch: Literal["drop", "pad", "carry"] = "carry"
+    """Records of an epoch that do not fill a global batch: left out in this epoch; filled up with records trained a
+    second time, which are counted; or trained first in the next epoch. Sets whose records are not known: carry."""
     seed: int = Field(default=1, ge=0, lt=2**32)
     """Order and augmentation follow from it alone."""
 

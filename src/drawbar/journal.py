@@ -179,9 +179,51 @@ class InputTotals(Event):
     bad_images: int
     epochs: float
     """Passes over the training set that the requests amount to."""
+    padded_images: int = 0
+    """Trained a second time in their epoch, to fill its last batch; among `trained_images`."""
     inflated_bytes: int = 0
     """Bytes that decompressing added (compressed shards only; below 0 where compressing had made them more):
     received + inflated = trained + discarded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputReport(Event):
+    """How the loader of this rank read; written once, after the last step."""
+
+    name: ClassVar[str] = "input_report"
+    lanes: int
+    """Of this rank; 1 where records were not known."""
+    request_bytes: int
+    """Largest GET, at the end."""
+    read_ahead: int
+    """At the end."""
+    tuned: list[str]
+    """Which of the two were found out during the run, and not given by the recipe."""
+    first_batch_s: float
+    """From making the loader to the first decoded batch; 0: there was none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputStage(Event):
+    """One stage of a rank's input over the whole run. Seconds are summed over its threads."""
+
+    name: ClassVar[str] = "input_stage"
+    stage: str
+    """`fetch` (GETs), `split` (framing and CRCs), `shuffle`, `decode` (and crop), `batch` (assembly)."""
+    threads: int
+    """Of the stage, at the end. Split, shuffle and batch share one, and what blocks it is told of all three."""
+    busy_s: float
+    wait_in_s: float
+    """Blocked because nothing came in."""
+    wait_out_s: float
+    """Blocked because what it had made, or would make, was not taken."""
+    items: int
+    """GETs; records; records; images; images."""
+    bytes: int
+    queue_capacity: int
+    """Of the queue behind it: bodies, -, records held, -, batches; 0: none."""
+    queue_mean: float
+    """Finished items in it, on average, when somebody came to take one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +277,22 @@ class RunEnd(Event):
 
 
 EVENTS: dict[str, type[Event]] = {
-    cls.name: cls for cls in (RunStart, Clock, DataSet, Cache, Witness, Request, Step, InputTotals, Host, Error, RunEnd)
+    cls.name: cls
+    for cls in (
+        RunStart,
+        Clock,
+        DataSet,
+        Cache,
+        Witness,
+        Request,
+        Step,
+        InputTotals,
+        InputReport,
+        InputStage,
+        Host,
+        Error,
+        RunEnd,
+    )
 }
 
 # What a field may hold, by its annotation. Made once, not per line: a long run's journal has hundreds of thousands.

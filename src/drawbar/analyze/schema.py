@@ -97,6 +97,41 @@ class EndpointResult(TypedDict):
     """What the endpoint says it sent between the first and the last rank; null without that witness."""
 
 
+class StageResult(TypedDict):
+    """One stage of the input, over all ranks. The three shares add up to 1."""
+
+    stage: str
+    """`fetch`, `split`, `shuffle`, `decode`, `batch`, from the loaders' own counts; `copy`, from the steps. Split,
+    shuffle and batch share a thread, and what blocks it is told of all three."""
+    busy: float | None
+    """Of its threads' time: at work. Null for a stage that took no time."""
+    blocked_on_input: float | None
+    """Waiting for what comes before. High: this stage is not what holds the run back."""
+    blocked_on_output: float | None
+    """Waiting for what comes after."""
+    busy_s: float
+    """Summed over threads and ranks."""
+    threads: int
+    """Over all ranks."""
+    items: int
+    bytes: int
+    queue_fill: float | None
+    """Finished items in the queue behind the stage when one was taken / its capacity, mean; null without a queue."""
+
+
+class ReadingResult(TypedDict):
+    """How the ranks read, the extremes over them: [lowest, highest]."""
+
+    request_bytes: list[int]
+    """Largest GET."""
+    read_ahead: list[int]
+    """GETs in flight or waiting."""
+    lanes: list[int]
+    """Of the reading plan, per rank."""
+    tuned: list[str]
+    """What the recipe left open."""
+
+
 class InputResult(TypedDict):
     """Sums over ranks of the loaders' own counts; null where a rank wrote none."""
 
@@ -109,10 +144,17 @@ class InputResult(TypedDict):
     decoded_images: int | None
     trained_images: int | None
     bad_images: int | None
+    padded_images: int | None
+    """Trained a second time in their epoch to fill its last batch; among `trained_images`."""
     epochs: float | None
     """Passes over the training set of the rank that read most."""
     reread_share: float | None
     """Of the data bytes that arrived: those of ranges that some rank of this run had fetched before. 0 to 1."""
+    first_batch_s: float | None
+    """From making the loader to its first batch, on the slowest rank."""
+    reading: ReadingResult | None
+    stages: list[StageResult]
+    """In the order of an image's way; empty where no rank wrote any."""
 
 
 class DataSetResult(TypedDict):

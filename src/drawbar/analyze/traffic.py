@@ -8,6 +8,7 @@ from typing import cast
 import numpy as np
 
 from drawbar.analyze.schema import CacheResult, CacheState, DataSetResult, EndpointResult, InputResult, Latency
+from drawbar.analyze.stages import first_batch_s, reading_result, stage_results
 from drawbar.analyze.throughput import percentiles
 from drawbar.analyze.timeline import Run
 from drawbar.journal import Cache, DataSet, InputTotals, Request, Witness
@@ -90,9 +91,13 @@ def input_result(run: Run) -> InputResult:
         decoded_images=summed("decoded_images"),
         trained_images=summed("trained_images"),
         bad_images=summed("bad_images"),
+        padded_images=summed("padded_images"),
         # The rank that read most decides: its second pass over its share cannot be cold.
         epochs=max(total.epochs for total in known) if complete else None,
         reread_share=reread_share(request for rank in run.ranks for request in rank.requests),
+        first_batch_s=first_batch_s(run),
+        reading=reading_result(run),
+        stages=stage_results(run),
     )
 
 

@@ -33,6 +33,7 @@ MAX_FAULTS = 10_000
 """Of one shard, that are kept; more are counted."""
 
 _SMALL_SET_BYTES = 64 * 1024 * 1024  # not worth the second that starting processes takes
+_REQUEST_BYTES = 8 * 1024 * 1024
 _POLL_S = 0.25
 _T = TypeVar("_T")
 
@@ -245,7 +246,7 @@ def _look_at(origin: Origin, shard: ShardInfo, look: Look[Any]) -> Any:
 
 
 def _walk(origin: Origin, shard: ShardInfo, counters: Counters) -> ShardWalk:
-    return ShardWalk(shard, _reader(origin), origin.settings.request_bytes, counters)
+    return ShardWalk(shard, _reader(origin), origin.settings.request_bytes or _REQUEST_BYTES, counters)
 
 
 _place = functools.lru_cache(maxsize=4)(Origin.open)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +15,7 @@ from drawbar.dataset.index import INDEX_VARIABLE, ShardIndex
 from drawbar.dataset.listing import split_pattern
 from drawbar.input.augment import Pixels
 from drawbar.input.loader import Loader, ReadPlan
-from drawbar.journal import InputTotals, JournalWriter
+from drawbar.journal import Event, InputTotals, Request
 from drawbar.launch.environment import EMBEDDED_ENDPOINTS
 from drawbar.launch.listing import list_place
 from drawbar.storage.stores import CountedReader, Credentials, endpoint_of_rank, open_place
@@ -32,13 +33,17 @@ class Feed(Protocol):
 
     def next_batch(self) -> HostBatch: ...
 
-    def close(self) -> InputTotals: ...
+    def close(self) -> list[Event]:
+        """Stops reading; returns what is to be written down of it."""
 
 
-def open_feed(recipe: Recipe, world: World, device: torch.device, decoders: int, journal: JournalWriter) -> Feed:
+def open_feed(
+    recipe: Recipe, world: World, device: torch.device, decoders: int, record: Callable[[Request], None]
+) -> Feed:
+    """`record` is told of every GET."""
     if recipe.input.source == "constant":
         return ConstantFeed(recipe)
-    return DataFeed(recipe, world, device, decoders, journal)
+    return DataFeed(recipe, world, device, decoders, record)
 
 
 class ConstantFeed:
@@ -60,8 +65,8 @@ class ConstantFeed:
     def next_batch(self) -> HostBatch:
         return HostBatch(pixels=self._pixels, labels=self._labels, epoch=0, release=self._release)
 
-    def close(self) -> InputTotals:
-        return InputTotals(
+    def close(self) -> list[Event]:
+        totals = InputTotals(
             planned_bytes=0,
             received_bytes=0,
             trained_bytes=0,
@@ -71,6 +76,7 @@ class ConstantFeed:
             bad_images=0,
             epochs=0.0,
         )
+        return [totals]
 
     def _release(self) -> None:
         self._trained += len(self._labels)
@@ -87,7 +93,7 @@ class DataFeed:
     """Real records from this rank's endpoint."""
 
     def __init__(
-        self, recipe: Recipe, world: World, device: torch.device, decoders: int, journal: JournalWriter
+        self, recipe: Recipe, world: World, device: torch.device, decoders: int, record: Callable[[Request], None]
     ) -> None:
         self._recipe, self._world, self._decoders = recipe, world, decoders
         self._pinned = device.type == "cuda"
@@ -95,7 +101,7 @@ class DataFeed:
         address = endpoint_of_rank(addresses(recipe), world.rank) if on_s3 else None
         url, pattern = split_pattern(recipe.data.url)
         place = open_place(url, address, Credentials.from_environment() if on_s3 else None, recipe.storage)
-        self._reader = CountedReader(place, recipe.storage, journal.write)
+        self._reader = CountedReader(place, recipe.storage, record)
         self._listing = list_place(
             place, url, lambda key, size: self._reader.get(key, 0, size, kind="metadata"), pattern
         )
@@ -106,18 +112,24 @@ class DataFeed:
         self.endpoint = place.endpoint
         self.dataset_sha256 = self._listing.sha256
 
-    def start(self) -> None:
-        recipe = self._recipe
-        plan = ReadPlan(
+    @property
+    def reader(self) -> CountedReader:
+        return self._reader
+
+    @property
+    def plan(self) -> ReadPlan:
+        return ReadPlan(
             shards=self._listing.shards,
             rank=self._world.rank,
             world_size=self._world.world_size,
-            seed=recipe.input.seed,
+            batch_size=self._recipe.train.batch_size,
         )
+
+    def start(self) -> None:
+        recipe = self._recipe
         self._loader = Loader(
-            plan,
+            self.plan,
             self._reader,
-            batch_size=recipe.train.batch_size,
             num_classes=recipe.data.num_classes,
             input=recipe.input,
             storage=recipe.storage,
@@ -135,8 +147,14 @@ class DataFeed:
             release=lambda: loader.recycle(batch),
         )
 
-    def close(self) -> InputTotals:
-        return self._running().close()
+    def close(self) -> list[Event]:
+        loader = self._running()
+        return [loader.close(), loader.report(), *loader.stages()]
+
+    @property
+    def trained_bytes(self) -> int:
+        """Of framed records, so far."""
+        return self._running().trained_bytes
 
     def _running(self) -> Loader:
         assert self._loader is not None, "start() comes first"  # noqa: S101

@@ -80,7 +80,7 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
     torch.manual_seed(recipe.input.seed)
 
     phase.now = "open data"
-    feed = open_feed(recipe, world, device, decoders, journal)
+    feed = open_feed(recipe, world, device, decoders, journal.write)
     precision = "bf16" if dtype == torch.bfloat16 else "fp32"
     journal.write(
         RunStart(
@@ -133,7 +133,8 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
             clock = CudaClock() if device.type == "cuda" else HostClock()
             train(feed.next_batch, step, clock, journal, settings, on_step)
             phase.now = "drain input"
-            journal.write(feed.close())
+            for event in feed.close():
+                journal.write(event)
             phase.now = "last barrier"
             torch.distributed.barrier(control)
         _write_clock(journal, control, world, "end")

@@ -36,6 +36,8 @@ from drawbar.storage.urls import parse_url
 _POLL_S = 0.5
 _FILE_WINDOW_BYTES = 64
 """A header and what a small read brings along: the scan of files steps from header to header."""
+_SCAN_REQUEST_BYTES, _SCAN_THREADS = 8 << 20, 4
+"""For objects, where the recipe leaves it to a run to find out."""
 _FULL_DISK_BYTES = 64 * 1024
 
 
@@ -201,8 +203,8 @@ def _index(recipe: Recipe, storage: Storage) -> ShardIndex | None:
         recipe.data.url,
         storage.listing,
         reader.get,
-        window_bytes=recipe.storage.request_bytes if endpoint else _FILE_WINDOW_BYTES,
-        threads=recipe.storage.read_ahead,
+        window_bytes=(recipe.storage.request_bytes or _SCAN_REQUEST_BYTES) if endpoint else _FILE_WINDOW_BYTES,
+        threads=recipe.storage.read_ahead or _SCAN_THREADS,
     )
 
 

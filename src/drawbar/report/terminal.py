@@ -163,6 +163,7 @@ def summary_text(result: Result) -> str:
         _total_block(result) if result["status"] == "ok" else _failure_block(result),
         _rank_table(result),
         _endpoint_table(result),
+        _stage_table(result),
         _facts_block(result),
         _validity_block(result),
         _wrapped(words.meaning_sentence(result)),
@@ -266,6 +267,26 @@ def _endpoint_table(result: Result) -> list[str]:
     ]
 
 
+def _stage_table(result: Result) -> list[str]:
+    if not result["input"]["stages"]:
+        return []
+    header = ["stage", "threads", "busy", "no input", "no room", "queue", "items", "MB"]
+    rows = [
+        [
+            stage["stage"],
+            str(stage["threads"]),
+            words.percent(stage["busy"]),
+            words.percent(stage["blocked_on_input"]),
+            words.percent(stage["blocked_on_output"]),
+            words.percent(stage["queue_fill"]),
+            f"{stage['items']:,}",
+            words.megabytes(stage["bytes"]),
+        ]
+        for stage in result["input"]["stages"]
+    ]
+    return ["Input (share of each stage's time; how full the queue behind it is)", *table(header, rows, (0,))]
+
+
 def _facts_block(result: Result) -> list[str]:
     lines = [
         f"data wait: {words.percent(result['data_wait_fraction'], 1)} of the step time, "
@@ -273,6 +294,7 @@ def _facts_block(result: Result) -> list[str]:
         f"data set: {words.data_set_sentence(result) or 'none, a constant batch'}",
         f"cache: {words.cache_sentence(result)}",
         f"bytes: {words.balance_sentence(result)}",
+        *([f"reading: {reading}"] if (reading := words.reading_sentence(result)) else []),
     ]
     return [line for text in lines for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ")]
 

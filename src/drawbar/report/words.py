@@ -156,6 +156,22 @@ def balance_sentence(result: Result) -> str:
     return f"{received}{added} = {trained} MB trained + {discarded} MB discarded + metadata"
 
 
+def reading_sentence(result: Result) -> str:
+    """How the ranks read; empty where none told."""
+    reading = result["input"]["reading"]
+    if reading is None:
+        return ""
+    low, high = (value / 2**20 for value in reading["request_bytes"])
+    size = f"{low:.2f}".rstrip("0").rstrip(".") + (f" to {high:.2f}".rstrip("0").rstrip(".") if high > low else "")
+    ahead = " to ".join(map(str, dict.fromkeys(reading["read_ahead"])))
+    how = " (tuned)" if reading["tuned"] else ""
+    first = result["input"]["first_batch_s"]
+    begun = f"; first batch {number(first, 2)} s after the loader's start" if first is not None else ""
+    padded = result["input"]["padded_images"]
+    filled = f"; {plural(padded, 'image')} trained twice to fill a last batch" if padded else ""
+    return f"GETs of up to {size} MiB, {ahead} ahead{how}{begun}{filled}"
+
+
 def latency_cell(endpoint: EndpointResult, kind: str) -> str:
     """Median / 99th percentile, in ms."""
     latency = endpoint["latency_s"]
