@@ -16,7 +16,8 @@ from drawbar.dataset.listing import list_shards
 from drawbar.errors import DataError, DrawbarError, RunFailed
 from drawbar.input.loader import Batch, Loader, ReadPlan
 from drawbar.journal import Request
-from drawbar.storage.stores import CountedReader, open_place
+from drawbar.storage.reader import CountedReader
+from drawbar.storage.stores import open_place
 from tests.small_set import NUM_CLASSES, example, image, offsets, write_set
 
 

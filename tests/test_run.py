@@ -33,7 +33,8 @@ from drawbar.journal import (
     read_run,
 )
 from drawbar.storage import embedded
-from drawbar.storage.stores import Credentials, open_place
+from drawbar.storage.environment import Credentials
+from drawbar.storage.stores import open_place
 from tests.drawbar_process import Finished, drawbar, finish, processes_of, rank_pids, result_of, start
 
 pytestmark = pytest.mark.run

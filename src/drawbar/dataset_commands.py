@@ -21,7 +21,8 @@ from drawbar.dataset.stat import SetStats, histogram, stat_set
 from drawbar.dataset.walk import Fault, Origin
 from drawbar.errors import DataError, EnvironmentUnfit, InputError
 from drawbar.storage import embedded
-from drawbar.storage.stores import Credentials, explain
+from drawbar.storage.environment import Credentials
+from drawbar.storage.failures import explain
 from drawbar.terminal import Terminal
 
 _BAR = 40

@@ -28,12 +28,12 @@ from drawbar.config import Input, Storage
 from drawbar.dataset.compressed import Decompressor, Inflation
 from drawbar.dataset.example import parse_image_example
 from drawbar.dataset.listing import ShardInfo
-from drawbar.dataset.tfrecord import FRAME_BYTES, RecordSplitter, compression_of
+from drawbar.dataset.tfrecord import FRAME_BYTES, FramingError, RecordSplitter, compression_of
 from drawbar.errors import DataError, RunFailed
 from drawbar.input.augment import Pixels, record_rng, train_image
 from drawbar.input.plan import Chunk, Span, chunks, plan_epoch
 from drawbar.journal import InputTotals
-from drawbar.storage.stores import CountedReader
+from drawbar.storage.reader import CountedReader
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,6 +142,7 @@ class Loader:
     def close(self) -> InputTotals:
         """Stops, waits for every GET in flight, and accounts for what was fetched and never trained."""
         self._stop.set()
+        self._reader.stop()
         self._buffers.put(None)
         while self._feeder.is_alive():
             try:
@@ -217,7 +218,10 @@ class Loader:
     def _fetch(self, chunk: Chunk) -> bytes:
         if self._stop.is_set():
             raise _Stopped
-        return self._reader.get(chunk.span.key, chunk.start, chunk.end)
+        return self._reader.get(chunk.span.key, chunk.start, chunk.end, e_tag=self._e_tag(chunk.span))
+
+    def _e_tag(self, span: Span) -> str:
+        return self._plan.shards[span.shard].e_tag
 
     def _arrived(self, chunk: Chunk, body: Future[bytes]) -> tuple[Chunk, bytes]:
         try:
@@ -227,18 +231,17 @@ class Loader:
 
     def _records(self, fetched: Iterable[tuple[Chunk, bytes]]) -> Iterator[Record]:
         for span, group in itertools.groupby(fetched, key=lambda pair: pair[0].span):
-            bodies = (body for _, body in group)
+            bodies = ((chunk.end, body) for chunk, body in group)
             first = next(bodies)
             # With record sizes known (a manifest, an index) a shard is not compressed, and a span may be part of it.
             whole = self._plan.shards[span.shard].record_bytes is None
-            kind = compression_of(first) if whole else ""
+            kind = compression_of(first[1]) if whole else ""
             stream = Decompressor(span.key, kind, self._inflation) if kind else None
             splitter = RecordSplitter(span.key, span.start, None if stream else span.end)
             found = 0
-            for body in itertools.chain((first,), bodies):
+            for end, body in itertools.chain((first,), bodies):
                 for piece in stream.feed(body) if stream else (body,):
-                    self._split_input_bytes += len(piece)
-                    for record in self._split(splitter, span, piece):
+                    for record in self._split(splitter, span, piece, end=None if stream else end):
                         found += 1
                         yield record
             if stream:
@@ -251,7 +254,22 @@ class Loader:
                     hint="manifest and shards do not belong together: pack the set again",
                 )
 
-    def _split(self, splitter: RecordSplitter, span: Span, piece: bytes) -> Iterator[Record]:
+    def _split(self, splitter: RecordSplitter, span: Span, piece: bytes, end: int | None) -> Iterator[Record]:
+        """`end` is the piece's in the shard; None where it is decompressed, and damage cannot be read again."""
+        self._split_input_bytes += len(piece)
+        try:
+            yield from self._framed(splitter, span, piece)
+            return
+        except FramingError as error:
+            if end is None:
+                raise
+            # Once: from the record's first byte, of which a part may have come with an earlier piece.
+            again = self._reader.reread(span.key, error.offset, end, error.message, e_tag=self._e_tag(span))
+        splitter.restart()
+        self._split_input_bytes += len(again)
+        yield from self._framed(splitter, span, again)
+
+    def _framed(self, splitter: RecordSplitter, span: Span, piece: bytes) -> Iterator[Record]:
         for raw in splitter.feed(piece):
             record = Record(shard=span.shard, key=span.key, offset=raw.offset, epoch=span.epoch, payload=raw.payload)
             self._split_output_bytes += record.framed_bytes

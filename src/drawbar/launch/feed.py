@@ -17,7 +17,9 @@ from drawbar.input.loader import Loader, ReadPlan
 from drawbar.journal import InputTotals, JournalWriter
 from drawbar.launch.environment import EMBEDDED_ENDPOINTS
 from drawbar.launch.listing import list_place
-from drawbar.storage.stores import CountedReader, Credentials, endpoint_of_rank, open_place
+from drawbar.storage.environment import Credentials, environment_endpoint
+from drawbar.storage.reader import CountedReader
+from drawbar.storage.stores import open_place
 from drawbar.storage.urls import parse_url
 from drawbar.train.loop import HostBatch
 from drawbar.world import World
@@ -80,6 +82,8 @@ def addresses(recipe: Recipe) -> list[str]:
     """The endpoints; the launcher passes those of the embedded store by environment, as it does credentials."""
     if recipe.storage.endpoints == "embedded":
         return os.environ[EMBEDDED_ENDPOINTS].split(",")
+    if recipe.storage.endpoints == "environment":
+        return [environment_endpoint()]
     return list(recipe.storage.endpoints)
 
 
@@ -92,18 +96,21 @@ class DataFeed:
         self._recipe, self._world, self._decoders = recipe, world, decoders
         self._pinned = device.type == "cuda"
         on_s3 = parse_url(recipe.data.url).on_s3
-        address = endpoint_of_rank(addresses(recipe), world.rank) if on_s3 else None
         url, pattern = split_pattern(recipe.data.url)
-        place = open_place(url, address, Credentials.from_environment() if on_s3 else None, recipe.storage)
-        self._reader = CountedReader(place, recipe.storage, journal.write)
+        credentials = Credentials.from_environment() if on_s3 else None
+        places = [
+            open_place(url, address, credentials, recipe.storage)
+            for address in (addresses(recipe) if on_s3 else [None])
+        ]
+        self._reader = CountedReader(places, recipe.storage, journal.write, journal.write, rank=world.rank)
         self._listing = list_place(
-            place, url, lambda key, size: self._reader.get(key, 0, size, kind="metadata"), pattern
+            self._reader.home, url, lambda key, size: self._reader.get(key, 0, size, kind="metadata"), pattern
         )
         index = os.environ.get(INDEX_VARIABLE)
         if index:
             self._listing = ShardIndex.load(Path(index)).apply(self._listing)
         self._loader: Loader | None = None
-        self.endpoint = place.endpoint
+        self.endpoint = self._reader.home.endpoint if recipe.storage.policy == "rank" or not on_s3 else ""
         self.dataset_sha256 = self._listing.sha256
 
     def start(self) -> None:
