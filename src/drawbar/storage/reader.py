@@ -153,12 +153,10 @@ class CountedReader:
         except NoEndpoint:
             if self._stopping.is_set():
                 raise RunFailed(f"reading was stopped: {wanted.key}") from None
-            if last is not None:
-                raise last from None
             names = ", ".join(place.endpoint for place in self._places)
             raise EnvironmentUnfit(
-                f"no endpoint was free for {timeout_s:g} s: {wanted.key} from {names}",
-                hint="each failed, or stayed too busy; the report counts what happened",
+                f"no endpoint was well for {timeout_s:g} s: {names}" + (f"; the last error: {last}" if last else ""),
+                hint="storage.retry_budget_s is how long that may take; the report counts what happened",
             ) from None
 
     def _explained(self, error: Exception, wanted: _Wanted, place: Place) -> DrawbarError:
