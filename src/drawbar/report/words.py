@@ -140,11 +140,29 @@ def balance_sentence(result: Result) -> str:
     return f"{received}{added} = {trained} MB trained + {discarded} MB discarded + metadata"
 
 
+def endpoint_troubles(result: Result) -> list[str]:
+    """One line for each endpoint of which there is more to say than its errors and retries."""
+    lines = []
+    for endpoint in result["endpoints"]:
+        counts = (
+            (endpoint["busy"], "busy answers (503, 429)"),
+            (endpoint["corrupt"], "damaged records"),
+            (endpoint["rereads"], "rereads after damage"),
+            (endpoint["set_aside"], "times set aside"),
+            (endpoint["returned"], "times back"),
+            (endpoint["probes"], "probes"),
+        )
+        said = ", ".join(f"{count:,} {what}" for count, what in counts if count)
+        if said:
+            lines.append(f"{endpoint['url']}: {said}")
+    return lines
+
+
 def latency_cell(endpoint: EndpointResult, kind: str) -> str:
-    """Median / 99th percentile, in ms."""
+    """Median / 90th / 99th percentile, in ms."""
     latency = endpoint["latency_s"]
     values: Percentiles = latency["first_byte"] if kind == "first_byte" else latency["total"]
-    return f"{milliseconds(values['p50'])} / {milliseconds(values['p99'])}"
+    return " / ".join(milliseconds(values[name]) for name in ("p50", "p90", "p99"))
 
 
 def utc(unix_s: float) -> str:
