@@ -113,6 +113,8 @@ class EndpointResult(TypedDict):
 class InputResult(TypedDict):
     """Sums over ranks of the loaders' own counts; null where a rank wrote none."""
 
+    source: str
+    """As in the recipe. `memory`: what was received came from memory, but for each rank's first range."""
     planned_bytes: int | None
     received_bytes: int | None
     trained_bytes: int | None

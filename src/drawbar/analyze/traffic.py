@@ -97,6 +97,7 @@ def input_result(run: Run) -> InputResult:
         return sum(getattr(total, name) for total in known) if complete else None
 
     return InputResult(
+        source=run.recipe.input.source,
         planned_bytes=summed("planned_bytes"),
         received_bytes=summed("received_bytes"),
         trained_bytes=summed("trained_bytes"),

@@ -359,6 +359,8 @@ def received_is_planned(facts: Facts) -> Reason | None:
 
 def received_is_requested(facts: Facts) -> Reason | None:
     """The loaders' totals against the sum of single requests: two counts that meet nowhere else, and equal."""
+    if not _reads_data(facts):
+        return None  # what memory hands out was not requested
     for rank, totals in zip(facts.run.ranks, input_totals(facts.run), strict=True):
         requested = sum(request.got_bytes for request in rank.requests if request.kind == "data")
         if totals is not None and totals.received_bytes != requested:
@@ -411,7 +413,11 @@ def read_once_when_cold(facts: Facts) -> Reason | None:
 def real_input(facts: Facts) -> Reason | None:
     if _reads_data(facts):
         return None
-    return _reason("input", "data read from the store", "one constant batch: nothing was read or decoded", "qualified")
+    actual = {
+        "constant": "one constant batch: nothing was read or decoded",
+        "memory": "a few records of each rank, read once and repeated from memory",
+    }[facts.run.recipe.input.source]
+    return _reason("input", "data read from the store", actual, "qualified")
 
 
 def no_faults(facts: Facts) -> Reason | None:

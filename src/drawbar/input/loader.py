@@ -33,7 +33,7 @@ from drawbar.errors import DataError, RunFailed
 from drawbar.input.augment import Pixels, record_rng, train_image
 from drawbar.input.plan import Chunk, Span, chunks, plan_epoch
 from drawbar.journal import InputTotals
-from drawbar.storage.reader import CountedReader
+from drawbar.storage.reader import Reader
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +85,7 @@ class Loader:
     def __init__(
         self,
         plan: ReadPlan,
-        reader: CountedReader,
+        reader: Reader,
         *,
         batch_size: int,
         num_classes: int,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,11 +15,12 @@ from drawbar.dataset.index import INDEX_VARIABLE, ShardIndex
 from drawbar.dataset.listing import split_pattern
 from drawbar.input.augment import Pixels
 from drawbar.input.loader import Loader, ReadPlan
+from drawbar.input.memory import MemoryReader
 from drawbar.journal import InputTotals, JournalWriter
 from drawbar.launch.environment import EMBEDDED_ENDPOINTS
 from drawbar.launch.listing import list_place
-from drawbar.storage.environment import Credentials, environment_endpoint
-from drawbar.storage.reader import CountedReader
+from drawbar.storage.environment import Connection, Credentials, environment_endpoint
+from drawbar.storage.reader import CountedReader, Reader
 from drawbar.storage.stores import open_place
 from drawbar.storage.urls import parse_url
 from drawbar.train.loop import HostBatch
@@ -28,6 +30,8 @@ from drawbar.world import World
 class Feed(Protocol):
     endpoint: str
     dataset_sha256: str
+    storage: dict[str, Any]
+    """What the store is talked to with, environment and defaults included; no secret."""
 
     def start(self) -> None:
         """Begins reading."""
@@ -48,6 +52,7 @@ class ConstantFeed:
 
     endpoint = ""
     dataset_sha256 = "constant"
+    storage: dict[str, Any] = {}  # noqa: RUF012 (an instance never changes it)
 
     def __init__(self, recipe: Recipe) -> None:
         rng = np.random.default_rng(recipe.input.seed)
@@ -112,18 +117,24 @@ class DataFeed:
         self._loader: Loader | None = None
         self.endpoint = self._reader.home.endpoint if recipe.storage.policy == "rank" or not on_s3 else ""
         self.dataset_sha256 = self._listing.sha256
+        self.storage = {
+            "policy": recipe.storage.policy,
+            "endpoints": [place.endpoint for place in places],
+            "region": credentials.region if credentials else "",
+            **dataclasses.asdict(Connection.of(recipe.storage)),
+        }
 
     def start(self) -> None:
-        recipe = self._recipe
-        plan = ReadPlan(
-            shards=self._listing.shards,
-            rank=self._world.rank,
-            world_size=self._world.world_size,
-            seed=recipe.input.seed,
-        )
+        recipe, shards, world = self._recipe, self._listing.shards, self._world
+        reader: Reader = self._reader
+        if recipe.input.source == "memory":
+            reader = MemoryReader(self._reader, shards[world.rank % len(shards)], recipe.storage.request_bytes)
+            plan = ReadPlan(shards=(reader.sample,), rank=0, world_size=1, seed=recipe.input.seed)
+        else:
+            plan = ReadPlan(shards=shards, rank=world.rank, world_size=world.world_size, seed=recipe.input.seed)
         self._loader = Loader(
             plan,
-            self._reader,
+            reader,
             batch_size=recipe.train.batch_size,
             num_classes=recipe.data.num_classes,
             input=recipe.input,

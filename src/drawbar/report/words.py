@@ -135,6 +135,8 @@ def balance_sentence(result: Result) -> str:
     if counts["trained_bytes"] is None:
         return f"{received}; not every rank came to say what it trained of them"
     trained, discarded = megabytes(counts["trained_bytes"]), megabytes(counts["discarded_bytes"])
+    if counts["source"] == "memory":
+        received += f"; {megabytes(counts['received_bytes'])} MB taken from memory"
     inflated = counts["inflated_bytes"]
     added = f" + {megabytes(inflated)} MB added by decompressing" if inflated else ""
     return f"{received}{added} = {trained} MB trained + {discarded} MB discarded + metadata"

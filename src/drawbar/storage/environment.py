@@ -129,8 +129,8 @@ class Connection:
     timeout_s: float
     """Longest silence of an endpoint."""
     verify_tls: bool = True
-    ca_file: str = ""
-    """PEM file of the authorities to trust beside the system's."""
+    ca_files: tuple[str, ...] = ()
+    """PEM files of authorities to trust, all of them, beside the system's."""
 
     @classmethod
     def of(cls, settings: Storage, environ: Mapping[str, str] = os.environ) -> Connection:
@@ -141,19 +141,24 @@ class Connection:
             connect_timeout_s=connect_s or DEFAULT_CONNECT_TIMEOUT_S,
             timeout_s=timeout_s or DEFAULT_TIMEOUT_S,
             verify_tls=_is_on(environ, "S3_VERIFY_SSL"),
-            ca_file=environ.get("AWS_CA_BUNDLE") or environ.get("S3_CA_FILE") or "",
+            ca_files=tuple(environ[name] for name in ("AWS_CA_BUNDLE", "S3_CA_FILE") if environ.get(name)),
         )
 
     def ca_pem(self) -> str:
-        """Raises EnvironmentUnfit where the file cannot be read or holds no certificate."""
-        try:
-            text = Path(self.ca_file).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", None) or "it is no text"
-            raise EnvironmentUnfit(f"cannot read CA file {self.ca_file}: {why}", hint="S3_CA_FILE names it") from None
-        if "-----BEGIN CERTIFICATE-----" not in text:
-            raise EnvironmentUnfit(f"CA file {self.ca_file} holds no PEM certificate")
-        return text
+        """Raises EnvironmentUnfit where a file cannot be read or holds no certificate."""
+        return "\n".join(_certificates(path) for path in self.ca_files)
+
+
+def _certificates(path: str) -> str:
+    hint = "AWS_CA_BUNDLE or S3_CA_FILE names it"
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is no text"
+        raise EnvironmentUnfit(f"cannot read CA file {path}: {why}", hint=hint) from None
+    if "-----BEGIN CERTIFICATE-----" not in text:
+        raise EnvironmentUnfit(f"CA file {path} holds no PEM certificate", hint=hint)
+    return text
 
 
 def _seconds(environ: Mapping[str, str], name: str) -> float:

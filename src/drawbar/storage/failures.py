@@ -9,12 +9,12 @@ from obstore.exceptions import PermissionDeniedError, PreconditionError, Unauthe
 
 from drawbar.errors import DataError, DrawbarError, EnvironmentUnfit, InputError, RunFailed
 
-Kind = Literal["missing", "refused", "expired", "replaced", "unreachable", "silent", "busy", "broken"]
-"""`missing` to `replaced` do not pass by themselves and are never tried again. `unreachable`: no connection (refused,
-no route, the name does not resolve). `silent`: connected, no answer in time. `busy`: the store asks for less (503
-SlowDown, 429). `broken`: everything else, such as a body cut short."""
+Kind = Literal["missing", "refused", "expired", "replaced", "untrusted", "unreachable", "silent", "busy", "broken"]
+"""`missing` to `untrusted` (its certificate) do not pass by themselves and are never tried again. `unreachable`: no
+connection (refused, no route, the name does not resolve). `silent`: connected, no answer in time. `busy`: the store
+asks for less (503 SlowDown, 429). `broken`: everything else, such as a body cut short."""
 
-PERMANENT: frozenset[Kind] = frozenset(("missing", "refused", "expired", "replaced"))
+PERMANENT: frozenset[Kind] = frozenset(("missing", "refused", "expired", "replaced", "untrusted"))
 
 _STATUS = re.compile(r"status code: (\d{3})")
 """obstore gives the HTTP status of an error only in its words."""
@@ -48,6 +48,8 @@ def kind_of(error: Exception) -> Kind:
         return "replaced"
     if status in (429, 503):
         return "busy"
+    if "InvalidCertificate" in text:
+        return "untrusted"
     if "kind: Connect" in text or "error trying to connect" in text:
         return "unreachable"
     if "kind: Timeout" in text or "operation timed out" in text:
@@ -83,7 +85,7 @@ def explain(error: Exception, where: str) -> DrawbarError:
             return EnvironmentUnfit(f"endpoint accepted but did not answer in time: {where}")
         case "busy":
             return RunFailed(f"the store stayed too busy ({status_of(error)}): {where}")
-        case "broken" if "certificate" in text.lower():
+        case "untrusted":
             return EnvironmentUnfit(
                 f"the endpoint's certificate is not trusted: {where}", hint="set AWS_CA_BUNDLE or S3_CA_FILE to its CA"
             )

@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import obstore
 from obstore.exceptions import BaseError
@@ -40,6 +41,25 @@ class _Wanted:
     @property
     def size(self) -> int:
         return self.end - self.start
+
+
+class Reader(Protocol):
+    """Where a loader gets its bytes; see `CountedReader` for each member. Thread-safe."""
+
+    @property
+    def planned_bytes(self) -> int: ...
+
+    @property
+    def received_bytes(self) -> int: ...
+
+    @property
+    def failed_bytes(self) -> int: ...
+
+    def get(self, key: str, start: int, end: int, *, kind: str = "data", e_tag: str = "") -> bytes: ...
+
+    def reread(self, key: str, start: int, end: int, why: str, *, e_tag: str = "") -> bytes: ...
+
+    def stop(self) -> None: ...
 
 
 class CountedReader:

@@ -108,6 +108,6 @@ def _client_options(settings: Storage, *, allow_http: bool) -> Any:
     }
     if not connection.verify_tls:
         options["allow_invalid_certificates"] = True
-    if connection.ca_file:
+    if connection.ca_files:
         options["root_certificate"] = connection.ca_pem()
     return options
