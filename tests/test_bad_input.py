@@ -11,7 +11,8 @@ import pytest
 
 from drawbar.config import Storage
 from drawbar.storage import embedded
-from drawbar.storage.stores import Credentials, open_place
+from drawbar.storage.environment import Credentials
+from drawbar.storage.stores import open_place
 from tests.drawbar_process import Finished, drawbar, processes_of
 from tests.small_set import example, image, offsets, write_set
 

@@ -56,7 +56,7 @@ def test_overrides_change_one_key(recipe_file: Path) -> None:
         ('storage.endpoints=["storage-1:9020"]', "'storage-1:9020' is no address: expected http://host:port"),
         ('storage.endpoints=["http://key:secret@a:1"]', "credentials belong in AWS_ACCESS_KEY_ID"),
         ("storage.endpoints=[]", "[] is no list of addresses"),
-        ("data.url=gs://bucket/prefix", "expected s3://bucket/prefix or a folder"),
+        ("data.url=ftp://bucket/prefix", "expected s3://bucket/prefix or a folder"),
         ("faults.slow_rank=7", "faults.slow_rank is 7, but there are 1 ranks"),
         ("steps", "expected section.key=value"),
         ("name.x=1", "name is {'x': 1}"),

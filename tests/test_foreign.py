@@ -24,7 +24,8 @@ from drawbar.dataset.tfrecord import FramingError, compression_of, frame
 from drawbar.errors import DataError, InputError
 from drawbar.journal import Cache, InputTotals, read_run
 from drawbar.storage import embedded
-from drawbar.storage.stores import Credentials, open_place
+from drawbar.storage.environment import Credentials
+from drawbar.storage.stores import open_place
 from tests.drawbar_process import drawbar, result_of
 from tests.small_set import offsets, write_set
 from tests.test_loader import loader_over, take

@@ -20,7 +20,8 @@ from drawbar.input.loader import Batch, Loader, ReadPlan
 from drawbar.input.plan import LastBatch, PlanState
 from drawbar.input.reading import BUDGET_BYTES
 from drawbar.journal import InputTotals, Request
-from drawbar.storage.stores import CountedReader, open_place
+from drawbar.storage.reader import CountedReader
+from drawbar.storage.stores import open_place
 from tests.small_set import NUM_CLASSES, example, image, offsets, write_set
 
 

@@ -33,7 +33,8 @@ from drawbar.journal import (
     read_run,
 )
 from drawbar.storage import embedded
-from drawbar.storage.stores import Credentials, open_place
+from drawbar.storage.environment import Credentials
+from drawbar.storage.stores import open_place
 from tests.drawbar_process import Finished, drawbar, finish, processes_of, rank_pids, result_of, start
 
 pytestmark = pytest.mark.run
@@ -294,6 +295,28 @@ def test_a_constant_batch_reads_nothing_and_the_result_says_so(recipe: Path, tmp
     assert result["read_bytes"] == 0
     assert result["validity"]["grade"] == "qualified"
     assert "constant" in json.dumps(result["validity"])
+
+
+def test_memory_reads_once_and_repeats_real_records(recipe: Path, tmp_path: Path) -> None:
+    finished = run(recipe, tmp_path / "memory", "input.source=memory", "launch.ranks=2", "train.steps=20")
+    assert finished.code == 0, finished.stderr
+    journal = read_run(tmp_path / "memory")
+    for rank in journal.ranks:
+        data = [request for request in rank.of(Request) if request.kind == "data"]
+        assert [(request.offset, request.wanted_bytes) for request in data] == [(0, 524288)]
+        totals = rank.first(InputTotals)
+        assert totals is not None
+        assert totals.trained_images == 22 * 4
+        assert totals.decoded_images >= totals.trained_images
+        assert totals.received_bytes > 10 * data[0].got_bytes
+    first_keys = [rank.of(Request)[-1].key for rank in journal.ranks]
+    assert len(set(first_keys)) == 2
+    result = result_of(tmp_path / "memory")
+    assert result["read_bytes"] < 2_000_000
+    reasons = {reason["rule"]: reason for reason in result["validity"]["reasons"]}
+    assert "repeated from memory" in reasons["input"]["actual"]
+    assert result["validity"]["grade"] == "qualified"
+    assert "MB taken from memory" in finished.stdout
 
 
 def test_resnet50_trains_from_the_store(recipe: Path, tmp_path: Path) -> None:

@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import pytest
 
-from drawbar.storage.urls import Location, parse_url
+from drawbar.storage.urls import Location, Scheme, parse_url
 
 
 @pytest.mark.parametrize(
-    ("url", "bucket", "path"),
+    ("url", "scheme", "bucket", "path"),
     [
-        ("s3://bucket/train", "bucket", "train"),
-        ("s3://bucket/a/b/", "bucket", "a/b"),
-        ("s3://bucket", "bucket", ""),
-        ("s3://bucket/tr#ain?x;y", "bucket", "tr#ain?x;y"),
-        ("/data/set#1", "", "/data/set#1"),
-        ("data?", "", "data?"),
-        ("file:///data/set", "", "/data/set"),
+        ("s3://bucket/train", "s3", "bucket", "train"),
+        ("s3://bucket/a/b/", "s3", "bucket", "a/b"),
+        ("s3://bucket", "s3", "bucket", ""),
+        ("s3://bucket/tr#ain?x;y", "s3", "bucket", "tr#ain?x;y"),
+        ("gs://bucket/train", "gs", "bucket", "train"),
+        ("az://container/train", "az", "container", "train"),
+        ("/data/set#1", "file", "", "/data/set#1"),
+        ("data?", "file", "", "data?"),
+        ("file:///data/set", "file", "", "/data/set"),
     ],
 )
-def test_nothing_is_cut_off(url: str, bucket: str, path: str) -> None:
-    assert parse_url(url) == Location(bucket=bucket, path=path)
+def test_nothing_is_cut_off(url: str, scheme: Scheme, bucket: str, path: str) -> None:
+    assert parse_url(url) == Location(scheme=scheme, bucket=bucket, path=path)
 
 
 @pytest.mark.parametrize(
     ("url", "words"),
     [
         ("", "empty"),
-        ("gs://bucket/x", "expected s3://bucket/prefix or a folder"),
+        ("ftp://bucket/x", "expected s3://bucket/prefix or a folder"),
         ("s3:///x", "expected s3://bucket/prefix or a folder"),
         ("file://host/x", "expected s3://bucket/prefix or a folder"),
         ("s3://bucket/../x", "no empty part"),

@@ -19,7 +19,7 @@ from drawbar.dataset.stat import SetStats, histogram, stat_set
 from drawbar.dataset.walk import Fault, Origin
 from drawbar.errors import DataError, InputError
 from drawbar.storage.address import find_address
-from drawbar.storage.stores import explain
+from drawbar.storage.failures import explain
 from drawbar.storage.urls import parse_url
 from drawbar.terminal import Terminal
 
@@ -109,7 +109,9 @@ def find_origin(url: str, endpoint: str | None, store_dir: Path | None) -> tuple
         where = parse_url(folder)
     except ValueError as error:
         raise InputError(f"cannot read {error}") from None
-    if not where.on_s3:
+    if where.scheme in ("gs", "az"):
+        return Origin(url=folder), pattern
+    if where.is_folder:
         return Origin(url=folder), pattern
     address = find_address(endpoint, store_dir)
     return Origin(url=folder, endpoint=address.endpoint, credentials=address.credentials), pattern

@@ -41,11 +41,21 @@ def _has_port_or_none(parts: SplitResult) -> bool:
         return False
 
 
+def check_address(address: str) -> None:
+    """Raises ValueError, which repeats no secret, where this is not `http://host`, with a port or without."""
+    parts = urlsplit(address)
+    if parts.username or parts.password:
+        raise ValueError("credentials belong in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, not in an address")
+    plain = address == f"{parts.scheme}://{parts.netloc}".rstrip("/") and _has_port_or_none(parts)
+    if parts.scheme not in ("http", "https") or not parts.hostname or not plain:
+        raise ValueError(f"{address!r} is no address: expected http://host:port")
+
+
 class Data(Section):
     """What is read."""
 
     url: str = "s3://imagenet-like/train"
-    """Where the shards lie: `s3://bucket/prefix`, or a folder."""
+    """Where the shards lie: `s3://bucket/prefix`, `gs://…`, `az://container/prefix`, or a folder."""
     num_classes: int = Field(default=1000, ge=1)
     """Labels run from 1 to this; a record outside stops the run."""
 
@@ -60,22 +70,34 @@ class Storage(Section):
     """How it is read."""
 
     endpoints: list[str] | str = "embedded"
-    """S3 addresses, `http://host:port`; or `embedded`, the store that `drawbar s3 up` started."""
+    """S3 addresses, `http://host:port`, all doors to one store; `embedded`, the store that `drawbar s3 up` started; or
+    `environment`, what AWS_ENDPOINT_URL or S3_ENDPOINT names."""
     embedded_dir: str = ""
     """Folder of the embedded store; empty: the default of `drawbar s3 up`."""
-    policy: Literal["rank"] = "rank"
-    """`rank`: each rank uses endpoint number rank modulo their count (the ECS study's rule)."""
+    policy: Literal["rank", "round-robin", "least-outstanding"] = "rank"
+    """`rank`: each rank uses endpoint number rank modulo their count (the ECS study's rule); `round-robin`: each
+    request the next one; `least-outstanding`: each request the one with the fewest of this rank's under way."""
+    addressing: Literal["path", "virtual"] = "path"
+    """`path`: http://host/bucket/key; `virtual`: http://bucket.host/key."""
     request_bytes: int = Field(default=0, ge=0)
     """Largest range asked for in one GET (a record larger than it is asked for whole); at least 4096. 0: tuned at the
     start of the run (`input/reading.py`), and the result says what was chosen."""
     read_ahead: int = Field(default=0, ge=0, le=256)
     """GETs in flight, or arrived and not yet opened, per rank. 0: tuned. Bounds memory: beside these a rank has one
     body open for each of its lanes, so (lanes of the rank + read_ahead + 1) * request_bytes."""
-    retries: int = Field(default=3, ge=0, le=100)
+    retries: int = Field(default=10, ge=0, le=100)
     """Tries after a failed GET before the run ends; each is counted."""
-    connect_timeout_s: float = Field(default=5.0, gt=0, le=86400)
-    timeout_s: float = Field(default=30.0, gt=0, le=86400)
-    """For one whole GET."""
+    retry_budget_s: float = Field(default=60.0, ge=0, le=86400)
+    """After the first failure of a GET no try starts later than this."""
+    check_version: bool = True
+    """A shard whose ETag is not the listed one any more ends the run. Off: for endpoints that are doors to separate
+    copies, whose ETags differ."""
+    connect_timeout_s: float = Field(default=0.0, ge=0, le=86400)
+    """0: S3_CONNECT_TIMEOUT_MSEC where that is set, else 5."""
+    timeout_s: float = Field(default=0.0, ge=0, le=86400)
+    """Longest silence of an endpoint that was asked; 0: S3_REQUEST_TIMEOUT_MSEC where that is set, else 30."""
+    whole_timeout_s: float = Field(default=300.0, gt=0, le=86400)
+    """For one whole GET, however steadily its bytes trickle."""
 
     @field_validator("request_bytes")
     @classmethod
@@ -87,25 +109,25 @@ class Storage(Section):
     @field_validator("endpoints")
     @classmethod
     def _addresses(cls, endpoints: list[str] | str) -> list[str] | str:
-        if endpoints == "embedded":
+        if endpoints in ("embedded", "environment"):
             return endpoints
         if not endpoints or isinstance(endpoints, str):
-            raise ValueError(f'{endpoints!r} is no list of addresses: expected ["http://host:port", …] or "embedded"')
+            raise ValueError(
+                f'{endpoints!r} is no list of addresses: expected ["http://host:port", …], "embedded" or "environment"'
+            )
         for address in endpoints:
-            parts = urlsplit(address)
-            plain = address == f"{parts.scheme}://{parts.netloc}".rstrip("/") and _has_port_or_none(parts)
-            if parts.scheme not in ("http", "https") or not parts.hostname or not plain:
-                raise ValueError(f"{address!r} is no address: expected http://host:port")
-            if parts.username or parts.password:
-                raise ValueError("credentials belong in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, not in the recipe")
+            check_address(address)
+        if len(set(endpoints)) < len(endpoints):
+            raise ValueError(f"{next(a for a in endpoints if endpoints.count(a) > 1)!r} stands there twice")
         return endpoints
 
 
 class Input(Section):
     """From records to batches."""
 
-    source: Literal["data", "constant"] = "data"
-    """`constant`: one made-up batch, repeated; nothing is read or decoded, and the result says so."""
+    source: Literal["data", "memory", "constant"] = "data"
+    """`memory`: the records of each rank's first GET, repeated from memory: storage rests. `constant`: one made-up
+    batch, repeated; nothing is read or decoded. The result says so."""
     image_size: int = Field(default=224, ge=8, le=4096)
     """Pixels of the square crop."""
     decode_threads: int = Field(default=0, ge=0, le=1024)

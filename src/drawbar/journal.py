@@ -54,7 +54,7 @@ class RunStart(Event):
     dataset_sha256: str = ""
     """Of the shard list and index this rank sees; equal on all ranks or the run ends."""
     endpoint: str = ""
-    """The endpoint the policy gave this rank."""
+    """The endpoint that policy `rank` gave this rank; empty where a request may go to any."""
     environment: dict[str, Any]
     """Versions, device, CPU model, threads, allocator settings: see `launch/environment.py`."""
 
@@ -124,7 +124,8 @@ class Request(Event):
     endpoint: str
     key: str
     kind: str
-    """`metadata` (manifest), `data` (a range of a shard)."""
+    """`metadata` (manifest), `data` (a range of a shard), `probe` (one byte, to see whether an endpoint set aside is
+    well again)."""
     offset: int
     wanted_bytes: int
     got_bytes: int
@@ -134,6 +135,22 @@ class Request(Event):
     attempt: int
     """0 = first try."""
     error: str = ""
+    status: int = 0
+    """HTTP status of a request that was refused; 0 where it was not, or got no answer."""
+    reread: bool = False
+    """Bytes asked for once more, as those that had come were damaged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndpointChange(Event):
+    """What this rank made of an endpoint."""
+
+    name: ClassVar[str] = "endpoint_change"
+    endpoint: str
+    change: str
+    """`set_aside` (asked no more until it is well), `returned` (well again), `corrupt` (it sent bytes of a
+    record that is damaged)."""
+    why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,6 +302,7 @@ EVENTS: dict[str, type[Event]] = {
         Cache,
         Witness,
         Request,
+        EndpointChange,
         Step,
         InputTotals,
         InputReport,

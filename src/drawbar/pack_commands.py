@@ -261,7 +261,11 @@ def destination(dest: str, endpoint: str | None, store_dir: Path | None) -> Dest
         where = parse_url(dest)
     except ValueError as error:
         raise InputError(f"cannot write to {error}") from None
-    if not where.on_s3:
+    if where.scheme in ("gs", "az"):
+        raise InputError(
+            f"cannot write to {dest}", hint="a folder, or s3://bucket/prefix; gs:// and az:// are read only"
+        )
+    if where.is_folder:
         return FolderDestination(where.folder)
     if not where.path:
         raise InputError(f"{dest} names no prefix", hint=f"s3://{where.bucket}/train, for example")

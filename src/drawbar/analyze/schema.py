@@ -90,7 +90,20 @@ class EndpointResult(TypedDict):
     """Bodies received, data and metadata, failed tries included."""
     data_bytes: int
     errors: int
+    """Requests that failed, probes apart."""
     retries: int
+    """Requests that repeat one that failed, here or elsewhere."""
+    busy: int
+    """Of the errors: answers 503 or 429, by which a store asks for less."""
+    rereads: int
+    """Ranges asked for once more here, as what had come was damaged."""
+    corrupt: int
+    """Damaged records of which this endpoint sent bytes."""
+    set_aside: int
+    """Times that a rank stopped asking it, over all ranks."""
+    returned: int
+    probes: int
+    """Requests for one byte, by which ranks look whether it is well again; part of `requests`."""
     latency_s: Latency
     """Of data requests that ended well."""
     gateway_bytes: int | None
@@ -135,6 +148,8 @@ class ReadingResult(TypedDict):
 class InputResult(TypedDict):
     """Sums over ranks of the loaders' own counts; null where a rank wrote none."""
 
+    source: str
+    """As in the recipe. `memory`: what was received came from memory, but for each rank's first range."""
     planned_bytes: int | None
     received_bytes: int | None
     trained_bytes: int | None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -11,7 +12,7 @@ from drawbar.analyze.schema import CacheResult, CacheState, DataSetResult, Endpo
 from drawbar.analyze.stages import first_batch_s, reading_result, stage_results
 from drawbar.analyze.throughput import percentiles
 from drawbar.analyze.timeline import Run
-from drawbar.journal import Cache, DataSet, InputTotals, Request, Witness
+from drawbar.journal import Cache, DataSet, EndpointChange, InputTotals, Request, Witness
 
 COLD_DISK_SHARE = 0.95
 """Of the bytes served: a store that read at least this much from disk had (almost) nothing in its page cache."""
@@ -46,11 +47,19 @@ def endpoint_results(run: Run) -> list[EndpointResult]:
     for rank in run.ranks:
         for request in rank.requests:
             requests.setdefault(request.endpoint.rstrip("/"), []).append(request)
+    changes = Counter(
+        (change.endpoint.rstrip("/"), change.change)
+        for rank in run.ranks
+        for change in cast(list[EndpointChange], rank.journal.of(EndpointChange))
+    )
     served = witness_deltas(run, "gateway")
-    return [_endpoint(url, requests.get(url, []), served.get(url)) for url in sorted({*requests, *served})]
+    urls = sorted({*requests, *served, *(url for url, _ in changes)})
+    return [_endpoint(url, requests.get(url, []), changes, served.get(url)) for url in urls]
 
 
-def _endpoint(url: str, requests: Sequence[Request], gateway_bytes: int | None) -> EndpointResult:
+def _endpoint(
+    url: str, requests: Sequence[Request], changes: Mapping[tuple[str, str], int], gateway_bytes: int | None
+) -> EndpointResult:
     data = [request for request in requests if request.kind == "data"]
     good = [request for request in data if not request.error]
     return EndpointResult(
@@ -59,8 +68,14 @@ def _endpoint(url: str, requests: Sequence[Request], gateway_bytes: int | None) 
         data_requests=len(data),
         bytes=sum(request.got_bytes for request in requests),
         data_bytes=sum(request.got_bytes for request in data),
-        errors=sum(bool(request.error) for request in requests),
+        errors=sum(bool(request.error) and request.kind != "probe" for request in requests),
         retries=sum(request.attempt > 0 for request in requests),
+        busy=sum(request.status in (429, 503) and request.kind != "probe" for request in requests),
+        rereads=sum(request.reread and request.attempt == 0 for request in requests),
+        corrupt=changes.get((url, "corrupt"), 0),
+        set_aside=changes.get((url, "set_aside"), 0),
+        returned=changes.get((url, "returned"), 0),
+        probes=sum(request.kind == "probe" for request in requests),
         latency_s=Latency(
             first_byte=percentiles(np.array([request.first_byte_s for request in good])),
             total=percentiles(np.array([request.total_s for request in good])),
@@ -83,6 +98,7 @@ def input_result(run: Run) -> InputResult:
         return sum(getattr(total, name) for total in known) if complete else None
 
     return InputResult(
+        source=run.recipe.input.source,
         planned_bytes=summed("planned_bytes"),
         received_bytes=summed("received_bytes"),
         trained_bytes=summed("trained_bytes"),

@@ -11,6 +11,7 @@ from operator import attrgetter
 
 import numpy as np
 
+from drawbar.analyze.endpoint_rules import endpoint_policy, storage_errors
 from drawbar.analyze.facts import Facts
 from drawbar.analyze.schema import Grade, Reason, Severity, Validity
 from drawbar.analyze.timeline import RankTimeline
@@ -348,16 +349,18 @@ def received_is_planned(facts: Facts) -> Reason | None:
     received, planned = facts.input["received_bytes"], facts.input["planned_bytes"]
     if received is None or planned is None:
         return None
-    requests = (request for rank in facts.run.ranks for request in rank.requests)
-    failed = sum(request.got_bytes for request in requests if request.error and request.kind == "data")
-    if _close(planned, received - failed):
+    requests = (request for rank in facts.run.ranks for request in rank.requests if request.kind == "data")
+    extra = sum(request.got_bytes for request in requests if request.error or request.reread)
+    if _close(planned, received - extra):
         return None
-    actual = f"{_mb(planned)} planned, {_mb(received - failed)} received without failed tries"
+    actual = f"{_mb(planned)} planned, {_mb(received - extra)} received without failed tries and rereads"
     return _reason("received = planned", f"within {_percent(BYTE_TOLERANCE)}", actual, "invalid")
 
 
 def received_is_requested(facts: Facts) -> Reason | None:
     """The loaders' totals against the sum of single requests: two counts that meet nowhere else, and equal."""
+    if not _reads_data(facts):
+        return None  # what memory hands out was not requested
     for rank, totals in zip(facts.run.ranks, input_totals(facts.run), strict=True):
         requested = sum(request.got_bytes for request in rank.requests if request.kind == "data")
         if totals is not None and totals.received_bytes != requested:
@@ -376,25 +379,6 @@ def images_add_up(facts: Facts) -> Reason | None:
         return None
     actual = f"{decoded:,} decoded, {trained:,} trained, {stepped:,} in steps"
     return _reason("images", "decoded >= trained = in steps", actual, "invalid")
-
-
-def own_endpoint(facts: Facts) -> Reason | None:
-    for rank in facts.run.ranks:
-        if rank.start is None or not rank.start.endpoint:
-            continue
-        asked = {request.endpoint.rstrip("/") for request in rank.requests if request.kind == "data"}
-        if stray := sorted(asked - {rank.start.endpoint.rstrip("/")}):
-            actual = f"rank {rank.rank} also read from {stray[0]}"
-            return _reason("endpoint policy", "each rank reads from its own endpoint", actual, "invalid")
-    return None
-
-
-def no_retries(facts: Facts) -> Reason | None:
-    errors = sum(endpoint["errors"] for endpoint in facts.endpoints)
-    retries = sum(endpoint["retries"] for endpoint in facts.endpoints)
-    if not errors and not retries:
-        return None
-    return _reason("storage errors", "none", f"{errors} failed requests, {retries} retries", "qualified")
 
 
 def no_bad_images(facts: Facts) -> Reason | None:
@@ -439,7 +423,11 @@ def read_once_when_cold(facts: Facts) -> Reason | None:
 def real_input(facts: Facts) -> Reason | None:
     if _reads_data(facts):
         return None
-    return _reason("input", "data read from the store", "one constant batch: nothing was read or decoded", "qualified")
+    actual = {
+        "constant": "one constant batch: nothing was read or decoded",
+        "memory": "a few records of each rank, read once and repeated from memory",
+    }[facts.run.recipe.input.source]
+    return _reason("input", "data read from the store", actual, "qualified")
 
 
 def no_faults(facts: Facts) -> Reason | None:
@@ -534,13 +522,13 @@ RULES: Sequence[Rule] = (
     received_is_planned,
     received_is_requested,
     images_add_up,
-    own_endpoint,
+    endpoint_policy,
     clocks_agree,
     real_input,
     no_faults,
     shown_cold,
     read_once_when_cold,
-    no_retries,
+    storage_errors,
     no_bad_images,
     whole_data_set,
     enough_steps,

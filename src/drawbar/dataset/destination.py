@@ -220,7 +220,9 @@ class StoreDestination:
             note(f"unfinished uploads of the earlier packing could not be removed: {error}")
 
     def explain(self, error: Exception) -> DrawbarError:
-        from drawbar.storage.stores import explain  # with the recipe's machinery: not needed by a worker that succeeds
+        from drawbar.storage.failures import (
+            explain,
+        )  # with the recipe's machinery: not needed by a worker that succeeds
 
         found = explain(error, self.shown)
         text = str(error)

@@ -20,6 +20,7 @@ from drawbar.dataset.manifest import CLAIM_NAME, MANIFEST_NAME, PARTS, Manifest,
 from drawbar.errors import DataError, InputError
 
 _NO_SHARD_SUFFIXES = (".json", ".txt", ".md", ".csv", ".html", ".idx", ".index", ".pbtxt", ".xml", ".log")
+_MODIFIED = "modified "
 _NUMBERED = re.compile(r"(.*?)(\d+)-of-(\d+)(.*)")
 """`train-00003-of-00016`, `x.tfrecord-00003-of-00016`, `train-00003-of-00016.tfrecord`: as TensorFlow names shards."""
 
@@ -38,7 +39,12 @@ class ShardInfo:
     record_bytes: tuple[int, ...] | None
     """Framed size of each record in order, or None."""
     version: str = ""
-    """What the store says an object's content goes by (ETag, else time of change)."""
+    """What the store says an object's content goes by: its ETag, else `modified` and the time of change."""
+
+    @property
+    def e_tag(self) -> str:
+        """Empty where the store's listing has none."""
+        return "" if self.version.startswith(_MODIFIED) else self.version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +96,7 @@ def list_shards(
     candidates = sorted(name for name in sizes if looks_like_shard(name) and matches(name, pattern))
     manifest = load_manifest(store, prefix, read, sizes[MANIFEST_NAME]) if MANIFEST_NAME in sizes else None
     if manifest is not None and all(matches(entry.name, pattern) for entry in manifest.shards):
-        shards = tuple(_checked(entry, sizes, prefix) for entry in sorted(manifest.shards, key=lambda s: s.name))
+        shards = tuple(_checked(entry, objects, prefix) for entry in sorted(manifest.shards, key=lambda s: s.name))
     else:
         manifest = None
         refuse_unfinished(store, prefix)
@@ -114,7 +120,7 @@ def objects_under(store: ObjectStore, prefix: str) -> dict[str, tuple[int, str]]
     found = obstore.list_with_delimiter(store, prefix or None)
     below = prefix + "/" if prefix else ""  # a store's empty object for the folder itself is none of them
     return {
-        item["path"].removeprefix(below): (item["size"], item["e_tag"] or item["last_modified"].isoformat())
+        item["path"].removeprefix(below): (item["size"], item["e_tag"] or _MODIFIED + item["last_modified"].isoformat())
         for item in found["objects"]
         if item["path"].startswith(below)
     }
@@ -192,12 +198,12 @@ def join(prefix: str, name: str) -> str:
     return f"{prefix}/{name}" if prefix else name
 
 
-def _checked(entry: ShardEntry, sizes: Mapping[str, int], prefix: str) -> ShardInfo:
+def _checked(entry: ShardEntry, objects: Mapping[str, tuple[int, str]], prefix: str) -> ShardInfo:
     key = join(prefix, entry.name)
     hint = "copy or pack the set again; all shards and manifest.json belong together"
-    if entry.name not in sizes:
+    if entry.name not in objects:
         raise DataError(f"shard {key} is missing; {MANIFEST_NAME} lists it with {entry.size_bytes} bytes", hint=hint)
-    actual = sizes[entry.name]
+    actual, version = objects[entry.name]
     if actual != entry.size_bytes:
         change = "truncated" if actual < entry.size_bytes else "replaced"
         raise DataError(
@@ -209,6 +215,7 @@ def _checked(entry: ShardEntry, sizes: Mapping[str, int], prefix: str) -> ShardI
         size_bytes=actual,
         num_records=entry.num_records,
         record_bytes=entry.record_bytes,
+        version=version,
     )
 
 

@@ -92,7 +92,7 @@ class RecordSplitter:
     inside one chunk is copied once, into its payload; one that crosses chunks is copied twice.
 
     A record whose data have a wrong CRC raises, unless there is `on_bad_data`: then its offset and the reason go there,
-    and the record is left out. After a DataError the splitter must not be used again.
+    and the record is left out. After a DataError the splitter must not be used again, unless by `restart`.
     """
 
     def __init__(
@@ -140,6 +140,11 @@ class RecordSplitter:
                 yield record
             position += frame_bytes
         self._pending += view[position:]
+
+    def restart(self) -> None:
+        """Forgets the record begun: the next piece fed starts at `offset` again. Also after a DataError."""
+        self._pending.clear()
+        self._frame_bytes = 0
 
     def finish(self) -> None:
         """Call after the last chunk. Raises DataError where the shard ends inside a record, or before `end`."""

@@ -27,7 +27,9 @@ from drawbar.dataset.tfrecord import Compression, FramingError, RecordSplitter, 
 from drawbar.dataset.workers import WorkerPool
 from drawbar.errors import RunFailed
 from drawbar.journal import Request
-from drawbar.storage.stores import CountedReader, Credentials, Place, open_place
+from drawbar.storage.environment import Credentials
+from drawbar.storage.reader import CountedReader
+from drawbar.storage.stores import Place, open_place
 
 MAX_FAULTS = 10_000
 """Of one shard, that are kept; more are counted."""

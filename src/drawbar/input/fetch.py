@@ -21,7 +21,7 @@ from drawbar.input.batch import Record
 from drawbar.input.plan import Lane, RecordIndex
 from drawbar.input.reading import Reading
 from drawbar.input.stages import Stage
-from drawbar.storage.stores import CountedReader
+from drawbar.storage.reader import Reader
 
 _MAX_RECORDS = 4096
 """In one GET."""
@@ -41,6 +41,8 @@ class Chunk:
     start: int
     end: int
     epoch: int
+    e_tag: str = ""
+    """Of the version that was listed; empty: not known."""
     num_records: int | None = None
     """As manifest or index have it; None: unknown."""
     wanted: Sequence[int] = ()
@@ -87,6 +89,7 @@ def lane_chunks(
             start=begin,
             end=int(ends[stop - at - 1]),
             epoch=lane.epoch,
+            e_tag=shards[shard].e_tag,
             num_records=last - first + 1,
             wanted=range(stop - at) if dense else [int(number) - first for number in numbers[at:stop]],
             places=range(at, stop) if todo is None else [int(place) for place in todo[at:stop]],
@@ -102,7 +105,7 @@ def shard_chunks(
         shard, start = shards[number], 0
         while start < shard.size_bytes:
             end = min(start + request_bytes(), shard.size_bytes)
-            yield Chunk(shard=number, key=shard.key, start=start, end=end, epoch=epoch)
+            yield Chunk(shard=number, key=shard.key, start=start, end=end, epoch=epoch, e_tag=shard.e_tag)
             start = end
 
 
@@ -130,7 +133,7 @@ class Fetcher:
     """Keeps GETs going ahead of need, over lanes and epochs, at most `reading.read_ahead` (one more where a lane runs
     out early). Used by one thread; GETs run in threads of its own."""
 
-    def __init__(self, reader: CountedReader, reading: Reading, groups: Iterator[list[Source]]) -> None:
+    def __init__(self, reader: Reader, reading: Reading, groups: Iterator[list[Source]]) -> None:
         """`groups`: the sources of each stretch of reading, in order, without end."""
         self._reader, self._reading, self._groups = reader, reading, groups
         self._pool = ThreadPoolExecutor(reading.max_read_ahead + 1, "fetch")
@@ -249,7 +252,7 @@ class Fetcher:
         if self._stop.is_set():
             raise Stopped
         begin_t = time.perf_counter()
-        body = self._reader.get(chunk.key, chunk.start, chunk.end)
+        body = self._reader.get(chunk.key, chunk.start, chunk.end, e_tag=chunk.e_tag)
         get_s = time.perf_counter() - begin_t
         with self._lock:
             self.stage.busy_s += get_s

@@ -35,7 +35,7 @@ from drawbar.input.records import RecordReader
 from drawbar.input.sources import ReadPlan, in_turn, open_sources
 from drawbar.input.stages import Blocked, Stage
 from drawbar.journal import InputReport, InputStage, InputTotals
-from drawbar.storage.stores import CountedReader
+from drawbar.storage.reader import Reader
 
 __all__ = ["Batch", "Loader", "ReadPlan", "Record"]
 
@@ -46,7 +46,7 @@ class Loader:
     def __init__(
         self,
         plan: ReadPlan,
-        reader: CountedReader,
+        reader: Reader,
         *,
         num_classes: int,
         input: Input,
@@ -69,7 +69,7 @@ class Loader:
         self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=input.prefetch_batches)
         self._stop = threading.Event()
         self._blocked = Blocked()
-        self._records = RecordReader()
+        self._records = RecordReader(reader)
         groups = self._sources.groups(self._records, lambda: self._reading.request_bytes)
         self._fetcher = Fetcher(reader, self._reading, groups)
         self._pool = DecodePool(
@@ -125,6 +125,7 @@ class Loader:
             return self._totals
         self._stop.set()
         self._fetcher.stop()
+        self._reader.stop()
         self._buffers.put(None)
         while self._feeder.is_alive():
             try:

@@ -8,20 +8,23 @@ from itertools import chain, groupby, islice
 from typing import TypeVar
 
 from drawbar.dataset.compressed import Decompressor, Inflation
-from drawbar.dataset.tfrecord import RecordSplitter, compression_of
+from drawbar.dataset.tfrecord import FramingError, RecordSplitter, compression_of
 from drawbar.errors import DataError
 from drawbar.input.batch import Record
 from drawbar.input.fetch import Body, Chunk
 from drawbar.input.plan import BoundedShuffle, Lane
 from drawbar.input.stages import Stage
+from drawbar.storage.reader import Reader
 
 R = TypeVar("R", Record, Record | None)
 
 
 class RecordReader:
-    """Splits, checks and shuffles. Counts bytes as they pass, so that one lost or doubled shows in the balance."""
+    """Splits, checks and shuffles; what is damaged is read once more. Counts bytes as they pass, so that one lost or
+    doubled shows in the balance."""
 
-    def __init__(self) -> None:
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
         self.stage = Stage(name="split")
         self.inflation = Inflation()
         self._input_bytes = 0
@@ -83,7 +86,7 @@ class RecordReader:
         """The records of a body that holds whole ones. Raises FramingError naming shard and offset for damage."""
         self._input_bytes += len(body)
         splitter = RecordSplitter(chunk.key, chunk.start, chunk.end)
-        yield from self._split(splitter, chunk, body)
+        yield from self._split(splitter, chunk, body, chunk.end)
         splitter.finish()
         if splitter.num_records != chunk.num_records:
             raise DataError(
@@ -98,15 +101,29 @@ class RecordReader:
             kind = compression_of(first)
             stream = Decompressor(chunk.key, kind, self.inflation) if kind else None
             splitter = RecordSplitter(chunk.key)
-            for body in chain((first,), (body for _, body in group)):
+            for part, body in chain(((chunk, first),), group):
                 for piece in stream.feed(body) if stream else (body,):
                     self._input_bytes += len(piece)
-                    yield from self._split(splitter, chunk, piece)
+                    yield from self._split(splitter, part, piece, None if stream else part.end)
             if stream:
                 stream.finish()
             splitter.finish()
 
-    def _split(self, splitter: RecordSplitter, chunk: Chunk, piece: bytes) -> Iterator[Record]:
+    def _split(self, splitter: RecordSplitter, chunk: Chunk, piece: bytes, end: int | None) -> Iterator[Record]:
+        """`end` is the piece's in the shard; None where it is decompressed, and damage cannot be read again."""
+        try:
+            yield from self._framed(splitter, chunk, piece)
+            return
+        except FramingError as error:
+            if end is None:
+                raise
+            # Once: from the record's first byte, of which a part may have come with an earlier piece.
+            again = self._reader.reread(chunk.key, error.offset, end, error.message, e_tag=chunk.e_tag)
+        splitter.restart()
+        self._input_bytes += len(again)
+        yield from self._framed(splitter, chunk, again)
+
+    def _framed(self, splitter: RecordSplitter, chunk: Chunk, piece: bytes) -> Iterator[Record]:
         stage, clock, pieces = self.stage, time.perf_counter, splitter.feed(piece)
         while True:
             begin_t = clock()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,18 +16,26 @@ from drawbar.dataset.index import INDEX_VARIABLE, ShardIndex
 from drawbar.dataset.listing import split_pattern
 from drawbar.input.augment import Pixels
 from drawbar.input.loader import Loader, ReadPlan
-from drawbar.journal import Event, InputTotals, Request
+from drawbar.input.memory import MemoryReader
+from drawbar.journal import Event, InputTotals
 from drawbar.launch.environment import EMBEDDED_ENDPOINTS
 from drawbar.launch.listing import list_place
-from drawbar.storage.stores import CountedReader, Credentials, endpoint_of_rank, open_place
+from drawbar.storage.environment import Connection, Credentials, environment_endpoint
+from drawbar.storage.reader import CountedReader, Reader
+from drawbar.storage.stores import open_place
 from drawbar.storage.urls import parse_url
 from drawbar.train.loop import HostBatch
 from drawbar.world import World
+
+_SAMPLE_BYTES = 8 << 20
+"""Of real records that `input.source = "memory"` repeats, where the recipe names no request size."""
 
 
 class Feed(Protocol):
     endpoint: str
     dataset_sha256: str
+    storage: dict[str, Any]
+    """What the store is talked to with, environment and defaults included; no secret."""
 
     def start(self) -> None:
         """Begins reading."""
@@ -38,9 +47,9 @@ class Feed(Protocol):
 
 
 def open_feed(
-    recipe: Recipe, world: World, device: torch.device, decoders: int, record: Callable[[Request], None]
+    recipe: Recipe, world: World, device: torch.device, decoders: int, record: Callable[[Event], None]
 ) -> Feed:
-    """`record` is told of every GET."""
+    """`record` is told of every GET, and of what becomes of endpoints."""
     if recipe.input.source == "constant":
         return ConstantFeed(recipe)
     return DataFeed(recipe, world, device, decoders, record)
@@ -51,6 +60,7 @@ class ConstantFeed:
 
     endpoint = ""
     dataset_sha256 = "constant"
+    storage: dict[str, Any] = {}  # noqa: RUF012 (an instance never changes it)
 
     def __init__(self, recipe: Recipe) -> None:
         rng = np.random.default_rng(recipe.input.seed)
@@ -86,6 +96,8 @@ def addresses(recipe: Recipe) -> list[str]:
     """The endpoints; the launcher passes those of the embedded store by environment, as it does credentials."""
     if recipe.storage.endpoints == "embedded":
         return os.environ[EMBEDDED_ENDPOINTS].split(",")
+    if recipe.storage.endpoints == "environment":
+        return [environment_endpoint()]
     return list(recipe.storage.endpoints)
 
 
@@ -93,24 +105,33 @@ class DataFeed:
     """Real records from this rank's endpoint."""
 
     def __init__(
-        self, recipe: Recipe, world: World, device: torch.device, decoders: int, record: Callable[[Request], None]
+        self, recipe: Recipe, world: World, device: torch.device, decoders: int, record: Callable[[Event], None]
     ) -> None:
         self._recipe, self._world, self._decoders = recipe, world, decoders
         self._pinned = device.type == "cuda"
         on_s3 = parse_url(recipe.data.url).on_s3
-        address = endpoint_of_rank(addresses(recipe), world.rank) if on_s3 else None
         url, pattern = split_pattern(recipe.data.url)
-        place = open_place(url, address, Credentials.from_environment() if on_s3 else None, recipe.storage)
-        self._reader = CountedReader(place, recipe.storage, record)
+        credentials = Credentials.from_environment() if on_s3 else None
+        places = [
+            open_place(url, address, credentials, recipe.storage)
+            for address in (addresses(recipe) if on_s3 else [None])
+        ]
+        self._reader = CountedReader(places, recipe.storage, record, record, rank=world.rank)
         self._listing = list_place(
-            place, url, lambda key, size: self._reader.get(key, 0, size, kind="metadata"), pattern
+            self._reader.home, url, lambda key, size: self._reader.get(key, 0, size, kind="metadata"), pattern
         )
         index = os.environ.get(INDEX_VARIABLE)
         if index:
             self._listing = ShardIndex.load(Path(index)).apply(self._listing)
         self._loader: Loader | None = None
-        self.endpoint = place.endpoint
+        self.endpoint = self._reader.home.endpoint if recipe.storage.policy == "rank" or not on_s3 else ""
         self.dataset_sha256 = self._listing.sha256
+        self.storage = {
+            "policy": recipe.storage.policy,
+            "endpoints": [place.endpoint for place in places],
+            "region": credentials.region if credentials else "",
+            **dataclasses.asdict(Connection.of(recipe.storage)),
+        }
 
     @property
     def reader(self) -> CountedReader:
@@ -126,10 +147,15 @@ class DataFeed:
         )
 
     def start(self) -> None:
-        recipe = self._recipe
+        recipe, plan = self._recipe, self.plan
+        reader: Reader = self._reader
+        if recipe.input.source == "memory":
+            shard = plan.shards[plan.rank % len(plan.shards)]
+            reader = MemoryReader(self._reader, shard, recipe.storage.request_bytes or _SAMPLE_BYTES)
+            plan = dataclasses.replace(plan, shards=(reader.sample,), rank=0, world_size=1)
         self._loader = Loader(
-            self.plan,
-            self._reader,
+            plan,
+            reader,
             num_classes=recipe.data.num_classes,
             input=recipe.input,
             storage=recipe.storage,

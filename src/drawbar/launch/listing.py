@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from drawbar.dataset.listing import Listing, list_shards
 from drawbar.errors import DrawbarError, RunFailed
-from drawbar.storage.stores import Place, explain
+from drawbar.storage.failures import explain
+from drawbar.storage.stores import Place
 
 _TRIES = 4
 _PAUSE_S = 0.3

@@ -19,6 +19,7 @@ from typing import Protocol
 import psutil
 
 from drawbar.config import Recipe
+from drawbar.config import Storage as StorageSettings
 from drawbar.dataset.index import INDEX_NAME, INDEX_VARIABLE, ShardIndex, find_or_scan
 from drawbar.dataset.listing import Listing, split_pattern
 from drawbar.errors import DrawbarError, EnvironmentUnfit, InputError, Interrupted, RunFailed
@@ -30,7 +31,9 @@ from drawbar.launch.tail import JournalTail
 from drawbar.launch.torchrun import Torchrun
 from drawbar.report.terminal import StepPrinter
 from drawbar.storage import embedded, page_cache
-from drawbar.storage.stores import CountedReader, Credentials, open_place
+from drawbar.storage.environment import Credentials, environment_endpoint
+from drawbar.storage.reader import CountedReader
+from drawbar.storage.stores import open_place
 from drawbar.storage.urls import parse_url
 
 _POLL_S = 0.5
@@ -104,7 +107,7 @@ def _run(recipe: Recipe, storage: Storage, run_dir: Path, journal: JournalWriter
     write_witnesses(storage.store, "before", journal)
     env = rank_environment(recipe, os.environ, recipe.launch.ranks)
     if storage.credentials is not None:
-        env |= storage.credentials.to_environment() | {EMBEDDED_ENDPOINTS: ",".join(storage.endpoints)}
+        env = storage.credentials.added_to(env) | {EMBEDDED_ENDPOINTS: ",".join(storage.endpoints)}
     if storage.index is not None:
         path = (run_dir / INDEX_NAME).resolve()
         path.write_text(storage.index.dumps())
@@ -184,13 +187,25 @@ def _find_storage(recipe: Recipe) -> Storage:
         endpoints = list(store.endpoints)
         credentials = Credentials(access_key_id=store.access_key_id, secret_access_key=store.secret_access_key)
     else:
-        endpoints = list(settings.endpoints)
+        named = settings.endpoints
+        endpoints = [environment_endpoint()] if isinstance(named, str) else list(named)
         credentials = Credentials.from_environment()
-    listings = [list_at(recipe, endpoint, credentials) for endpoint in endpoints[: recipe.launch.ranks]]
-    for endpoint, listing in zip(endpoints, listings, strict=False):
+    used = endpoints[: recipe.launch.ranks] if settings.policy == "rank" else endpoints
+    listings = [list_at(recipe, endpoint, credentials) for endpoint in used]
+    for endpoint, listing in zip(used, listings, strict=True):
         if listing.sha256 != listings[0].sha256:
             raise EnvironmentUnfit(f"endpoints show different data: {endpoints[0]} and {endpoint} under {url}")
+        _check_versions(settings, listings[0], listing, f"{endpoints[0]} and {endpoint}")
     return Storage(endpoints=endpoints, credentials=credentials, store=store, listing=listings[0])
+
+
+def _check_versions(settings: StorageSettings, first: Listing, other: Listing, where: str) -> None:
+    for mine, theirs in zip(first.shards, other.shards, strict=True):
+        if settings.check_version and mine.e_tag != theirs.e_tag:
+            raise EnvironmentUnfit(
+                f"endpoints show different versions of {mine.key}: {where}",
+                hint="storage.check_version = false, where they are doors to separate copies",
+            )
 
 
 def _index(recipe: Recipe, storage: Storage) -> ShardIndex | None:
@@ -198,12 +213,15 @@ def _index(recipe: Recipe, storage: Storage) -> ShardIndex | None:
     assert storage.listing is not None  # noqa: S101
     url, _ = split_pattern(recipe.data.url)
     endpoint = storage.endpoints[0] if storage.endpoints else None
-    reader = CountedReader(open_place(url, endpoint, storage.credentials, recipe.storage), recipe.storage, _uncounted)
+    place = open_place(url, endpoint, storage.credentials, recipe.storage)
+    reader = CountedReader(place, recipe.storage, _uncounted)
     return find_or_scan(
         recipe.data.url,
         storage.listing,
         reader.get,
-        window_bytes=(recipe.storage.request_bytes or _SCAN_REQUEST_BYTES) if endpoint else _FILE_WINDOW_BYTES,
+        window_bytes=_FILE_WINDOW_BYTES
+        if parse_url(url).is_folder
+        else recipe.storage.request_bytes or _SCAN_REQUEST_BYTES,
         threads=recipe.storage.read_ahead or _SCAN_THREADS,
     )
 
@@ -242,7 +260,7 @@ def make_cold(recipe: Recipe, storage: Storage, journal: JournalWriter) -> Stora
         store, cold = embedded.restart_cold(storage.store.directory)
         write(cold.method, cold.resident_fraction, cold.note)
         return replace(storage, store=store)
-    elif storage.endpoints:
+    elif not parse_url(recipe.data.url).is_folder:
         write("nothing flushed", note="server cache unknown: this store is not ours to flush")
     else:
         folder = parse_url(split_pattern(recipe.data.url)[0]).folder

@@ -25,7 +25,7 @@ from drawbar.input.fetch import Fetcher
 from drawbar.input.reading import Reading
 from drawbar.input.records import RecordReader
 from drawbar.input.sources import in_turn, open_sources
-from drawbar.journal import Request
+from drawbar.journal import Event
 from drawbar.launch.environment import decode_threads, threads_per_rank
 from drawbar.launch.feed import ConstantFeed, DataFeed, open_feed
 from drawbar.train.precision import choose_precision
@@ -52,7 +52,7 @@ class Passed:
     read_ahead: int = 0
 
 
-def _no_record(request: Request) -> None:
+def _no_record(event: Event) -> None:
     """Each GET's own times are for a run's journal."""
 
 
@@ -74,7 +74,8 @@ class Rank:
         assert isinstance(feed, DataFeed), "a constant source has nothing to read"  # noqa: S101
         return feed
 
-    def fetcher(self, feed: DataFeed, records: RecordReader) -> tuple[Fetcher, Reading]:
+    def fetcher(self, feed: DataFeed) -> tuple[Fetcher, Reading]:
+        records = RecordReader(feed.reader)
         sources = open_sources(feed.plan, self.recipe.input)
         reading = Reading(
             request_bytes=self.recipe.storage.request_bytes,
@@ -101,7 +102,7 @@ def read(rank: Rank) -> Measure:
                 yield body[0].num_records, len(body[1])
 
     def measure(seconds: float) -> Passed:
-        fetcher, reading = rank.fetcher(feed, RecordReader())
+        fetcher, reading = rank.fetcher(feed)
         return _reading(fetcher, reading, bodies(fetcher), seconds)
 
     return measure
@@ -112,7 +113,7 @@ def crc(rank: Rank) -> Measure:
     feed = rank.feed()
 
     def measure(seconds: float) -> Passed:
-        fetcher, reading = rank.fetcher(feed, RecordReader())
+        fetcher, reading = rank.fetcher(feed)
         return _reading(fetcher, reading, ((1, record.framed_bytes) for record in in_turn(fetcher)), seconds)
 
     return measure
@@ -135,7 +136,7 @@ def _reading(fetcher: Fetcher, reading: Reading, items: Iterator[tuple[int | Non
 def decode(rank: Rank) -> Measure:
     """The decode threads over records that lie in memory: decode, crop, resize, flip into batches. No reading."""
     feed, size = rank.feed(), rank.recipe.train.batch_size
-    fetcher, _ = rank.fetcher(feed, RecordReader())
+    fetcher, _ = rank.fetcher(feed)
     records = list(itertools.islice(in_turn(fetcher), _DECODE_RECORDS))
     fetcher.close()
 

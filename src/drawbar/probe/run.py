@@ -70,7 +70,7 @@ def probe(recipe: Recipe, stages: Sequence[StageName], seconds: float) -> list[S
 def _environment(recipe: Recipe, storage: Storage, folder: Path) -> dict[str, str]:
     env = rank_environment(recipe, os.environ, recipe.launch.ranks)
     if storage.credentials is not None:
-        env |= storage.credentials.to_environment() | {EMBEDDED_ENDPOINTS: ",".join(storage.endpoints)}
+        env = storage.credentials.added_to(env) | {EMBEDDED_ENDPOINTS: ",".join(storage.endpoints)}
     if storage.index is not None:
         (folder / INDEX_NAME).write_text(storage.index.dumps())
         env[INDEX_VARIABLE] = str(folder / INDEX_NAME)

@@ -264,6 +264,7 @@ def _endpoint_table(result: Result) -> list[str]:
     return [
         "Endpoints (MB received and served; median latency)",
         *table(header, rows, (0,)),
+        *(f"  {line}" for line in words.endpoint_troubles(result)),
     ]
 
 

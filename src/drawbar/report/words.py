@@ -151,6 +151,8 @@ def balance_sentence(result: Result) -> str:
     if counts["trained_bytes"] is None:
         return f"{received}; not every rank came to say what it trained of them"
     trained, discarded = megabytes(counts["trained_bytes"]), megabytes(counts["discarded_bytes"])
+    if counts["source"] == "memory":
+        received += f"; {megabytes(counts['received_bytes'])} MB taken from memory"
     inflated = counts["inflated_bytes"]
     added = f" + {megabytes(inflated)} MB added by decompressing" if inflated else ""
     return f"{received}{added} = {trained} MB trained + {discarded} MB discarded + metadata"
@@ -172,11 +174,29 @@ def reading_sentence(result: Result) -> str:
     return f"GETs of up to {size} MiB, {ahead} ahead{how}{begun}{filled}"
 
 
+def endpoint_troubles(result: Result) -> list[str]:
+    """One line for each endpoint of which there is more to say than its errors and retries."""
+    lines = []
+    for endpoint in result["endpoints"]:
+        counts = (
+            (endpoint["busy"], "busy answers (503, 429)"),
+            (endpoint["corrupt"], "damaged records"),
+            (endpoint["rereads"], "rereads after damage"),
+            (endpoint["set_aside"], "times set aside"),
+            (endpoint["returned"], "times back"),
+            (endpoint["probes"], "probes"),
+        )
+        said = ", ".join(f"{count:,} {what}" for count, what in counts if count)
+        if said:
+            lines.append(f"{endpoint['url']}: {said}")
+    return lines
+
+
 def latency_cell(endpoint: EndpointResult, kind: str) -> str:
-    """Median / 99th percentile, in ms."""
+    """Median / 90th / 99th percentile, in ms."""
     latency = endpoint["latency_s"]
     values: Percentiles = latency["first_byte"] if kind == "first_byte" else latency["total"]
-    return f"{milliseconds(values['p50'])} / {milliseconds(values['p99'])}"
+    return " / ".join(milliseconds(values[name]) for name in ("p50", "p90", "p99"))
 
 
 def utc(unix_s: float) -> str:

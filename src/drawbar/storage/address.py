@@ -8,7 +8,7 @@ from pathlib import Path
 
 from drawbar.errors import EnvironmentUnfit
 from drawbar.storage import embedded
-from drawbar.storage.stores import Credentials
+from drawbar.storage.environment import Credentials
 
 
 @dataclass(frozen=True, kw_only=True)

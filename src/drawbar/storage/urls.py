@@ -1,4 +1,4 @@
-"""Where data lies, taken apart: `s3://bucket/prefix`, or a folder.
+"""Where data lies, taken apart: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`, or a folder.
 
 Not `urllib.parse`: in a folder or a key `#`, `?` and `;` are letters like any other.
 """
@@ -8,22 +8,34 @@ from __future__ import annotations
 import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+Scheme = Literal["file", "s3", "gs", "az"]
+_EXPECTED = "expected s3://bucket/prefix or a folder (gs:// and az:// can be read too)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Location:
+    scheme: Scheme
     bucket: str
-    """Empty for a folder."""
+    """Azure calls it container. Empty for a folder."""
     path: str
     """Key prefix without slashes at its ends, or the folder."""
 
     @property
     def on_s3(self) -> bool:
-        return bool(self.bucket)
+        return self.scheme == "s3"
+
+    @property
+    def is_folder(self) -> bool:
+        return self.scheme == "file"
 
     @property
     def folder(self) -> Path:
         return Path(self.path)
+
+
+_SCHEMES: dict[str, Scheme] = {"s3": "s3", "gs": "gs", "az": "az"}
 
 
 def parse_url(url: str) -> Location:
@@ -34,17 +46,18 @@ def parse_url(url: str) -> Location:
     if not mark:
         if not url:
             raise ValueError("empty: expected s3://bucket/prefix or a folder")
-        return Location(bucket="", path=url)
+        return Location(scheme="file", bucket="", path=url)
     if scheme == "file" and rest.startswith("/"):
-        return Location(bucket="", path=rest)
+        return Location(scheme="file", bucket="", path=rest)
     bucket, _, prefix = rest.partition("/")
-    if scheme != "s3" or not bucket:
-        raise ValueError(f"{url!r}: expected s3://bucket/prefix or a folder")
+    if scheme not in _SCHEMES or not bucket:
+        raise ValueError(f"{url!r}: {_EXPECTED}")
     if "@" in bucket or ":" in bucket:
         raise ValueError(
-            f"{bucket.rpartition('@')[2]!r} after s3:// is no bucket: credentials belong in AWS_ACCESS_KEY_ID"
+            f"{bucket.rpartition('@')[2]!r} after {scheme}:// is no bucket: credentials belong in the environment, "
+            "such as AWS_ACCESS_KEY_ID"
         )
     prefix = prefix.strip("/")
     if any(part in ("", ".", "..") for part in prefix.split("/")) and prefix:
         raise ValueError(f"{url!r}: a prefix has no empty part, '.' or '..'")
-    return Location(bucket=bucket, path=prefix)
+    return Location(scheme=_SCHEMES[scheme], bucket=bucket, path=prefix)
