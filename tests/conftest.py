@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
 import pytest
 
 from drawbar.storage import embedded
+from tests.slurm import Slurm, missing_programs, running_slurm
 
 # A script that runs the tests in the background makes them, and all that they start, deaf to Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -20,6 +22,18 @@ def embedded_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[embedde
     directory = tmp_path_factory.mktemp("s3")
     yield embedded.up(directory, num_endpoints=5)
     embedded.down(directory)
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[Slurm]:
+    """Two idle nodes of four CPUs each; run `srun` with its `env`."""
+    missing = missing_programs()
+    if missing:
+        # As root, scripts/test has installed them.
+        reason = f"no {', '.join(missing)}: Debian's slurm-wlm and munge"
+        (pytest.fail if os.geteuid() == 0 else pytest.skip)(reason)
+    with running_slurm(num_nodes=2) as cluster:
+        yield cluster
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,28 +38,15 @@ from drawbar.storage import embedded
 from drawbar.world import Launched, launcher_rank
 from tests.drawbar_process import Finished, drawbar
 from tests.image_files import jpeg
+from tests.image_folder import contents, make_images
 from tests.tcp_proxy import Proxy
 
 ALONE = Launched(0, 1, 1)
 
 
-def make_images(folder: Path, count: int, padding: int = 0) -> Path:
-    """Different images; `padding` bytes behind each make them larger at no cost of encoding."""
-    base = jpeg(1)
-    for number in range(count):
-        path = folder / f"n0{number % 3}" / f"{number}.JPEG"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(base + number.to_bytes(4, "big") + random.Random(number).randbytes(padding))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_images(tmp_path_factory.mktemp("images"), 60)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def settings(num_shards: int = 6, on_bad: OnBad = "fail", seed: int = 1) -> PackSettings:
@@ -661,6 +649,46 @@ def test_ranks_share_the_shards(images: Path, reference: dict[str, bytes], tmp_p
     )
 
 
+@dataclass(frozen=True)
+class Overtaken(FolderDestination):
+    """Another process packs the whole set just before the n-th time that something is read here."""
+
+    images: Path = Path()
+    reads: list[int] = field(default_factory=list)
+    overtaken_at: int = 0
+
+    def _read(self) -> None:
+        self.reads.append(1)
+        if len(self.reads) == self.overtaken_at:
+            pack(scan_folder(self.images), FolderDestination(self.folder), settings(), workers=1)
+
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        self._read()
+        return super().sizes(folder)
+
+    def get(self, name: str) -> bytes:
+        self._read()
+        return super().get(name)
+
+
+@pytest.mark.parametrize("launched", [Launched(1, 2, 1), Launched(7, 8, 1)])
+def test_the_other_ranks_end_while_this_one_looks(
+    images: Path, reference: dict[str, bytes], tmp_path: Path, launched: Launched
+) -> None:
+    """Rank 1 has its shards from an earlier try; rank 7 of 8 has none of the 6."""
+    for number in range(1, 12):
+        folder = tmp_path / str(number)
+        if launched.rank == 1:
+            pack_share(scan_folder(images), FolderDestination(folder), settings(), launched, workers=1)
+        dest = Overtaken(folder, images=images, overtaken_at=number)
+        assert pack_share(scan_folder(images), dest, settings(), launched, workers=1) is None
+        if len(dest.reads) < number:
+            break
+        assert contents(folder) == reference
+    assert number > 1
+    assert len(dest.reads) < 11  # every read was tried
+
+
 def test_rank_0_waits_only_so_long(images: Path, reference: dict[str, bytes], tmp_path: Path) -> None:
     dest = FolderDestination(tmp_path)
     steps: list[tuple[str, int, int]] = []
@@ -683,27 +711,6 @@ def test_rank_0_waits_only_so_long(images: Path, reference: dict[str, bytes], tm
 def test_ranks_do_not_overwrite(images: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--overwrite with 2 ranks"):
         pack_share(scan_folder(images), FolderDestination(tmp_path), settings(), Launched(0, 2, 1), overwrite=True)
-
-
-@pytest.mark.run
-@pytest.mark.parametrize(
-    ("rank", "size"),
-    [
-        ("RANK", "WORLD_SIZE"),
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-    ],
-)
-def test_ranks_at_once(images: Path, reference: dict[str, bytes], tmp_path: Path, rank: str, size: str) -> None:
-    processes = [
-        start(images, tmp_path, "--shards", "6", "--on-bad", "fail", env={rank: str(number), size: "3"})
-        for number in range(3)
-    ]
-    for number, process in enumerate(processes):
-        code, stdout, stderr = communicate(process)
-        assert code == 0, stderr
-        assert stdout.startswith("60 records in 6 shards") == (number == 0)
-    assert contents(tmp_path) == reference
 
 
 @pytest.mark.parametrize(

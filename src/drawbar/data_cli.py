@@ -12,7 +12,7 @@ pack_app = typer.Typer(
     short_help="Images to TFRecord shards and a manifest.",
     help="Images to TFRecord shards and a manifest, in a folder or an object store.\n\n"
     "A packing that was stopped goes on when its command is given again. Started by torchrun, mpirun or srun, each "
-    "rank packs its share of the shards.",
+    "rank packs its share of the shards (srun -K: a rank that dies ends the others, as with the other two).",
     no_args_is_help=True,
     rich_markup_mode=None,
 )

@@ -104,11 +104,20 @@ def pack_share(
                 f"{settings.num_shards} shards for {len(items)} images; expected at most one shard per image",
                 hint="ask for fewer --shards",
             )
-        resumed = _claim(job, len(items), overwrite)
         mine = names[launched.rank :: launched.size]
-        done = parts.finished(dest, mine, set_sha256, settings.on_bad) if resumed else {}
-        if resumed:
-            dest.drop_unfinished([name for name in mine if name not in done], note)
+        if not mine:
+            return None  # nor a claim, which could come after the others have ended
+        try:
+            done = _begin(job, len(items), mine, overwrite, note)
+        except (InputError, StoreError, OSError):
+            existing = _existing(job, overwrite)
+            if existing is None:
+                raise
+        else:
+            existing = _existing(job, overwrite) if len(done) < len(mine) else None
+        if existing is not None:
+            # Where this rank's shards were there before, rank 0 may end, and clear what it goes by, at any moment.
+            return _kept(job, existing, launched)
         shards = _deal(items, settings, {name for name in mine if name not in done})
         counted = _Progress(progress, done, shards, len(items) if launched.size == 1 else 0)
         del items
@@ -250,6 +259,15 @@ def _claim(job: PackJob, num_images: int, overwrite: bool) -> bool:
         },
     )
     return False
+
+
+def _begin(job: PackJob, num_images: int, mine: Sequence[str], overwrite: bool, note: Note) -> dict[str, PackedShard]:
+    """Makes the destination this packing's; returns what is done of `mine`. Raises InputError where it is another's."""
+    if not _claim(job, num_images, overwrite):
+        return {}
+    done = parts.finished(job.dest, mine, job.set_sha256, job.settings.on_bad)
+    job.dest.drop_unfinished([name for name in mine if name not in done], note)
+    return done
 
 
 def _deal(items: Sequence[Item], settings: PackSettings, wanted: set[str]) -> dict[str, list[Item]]:
