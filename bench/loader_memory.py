@@ -5,9 +5,9 @@
 Each size is measured in a process of its own, with a rank's environment (allocator settings included), that reads as
 many images as the others, whatever its set has: records of 110 kB, of which the picture is small, so that bytes and
 records pass as in a run and decoding takes no time. The shards of all sets are hard links to one of 1,000 records: no
-set takes room on the disk. The largest resident size is set against that of the smallest set; `input/loader.py` says
-what bounds it. The last line is one JSON object; exit code 1 where the ratio is beyond `--limit` or a first batch took
-more than 2 s.
+set takes room on the disk. The largest resident size is set against the smallest, and printed beside the bound that
+`input/loader.py` states. The last line is one JSON object; exit code 1 where the ratio is beyond `--limit` or a first
+batch took more than 2 s.
 """
 
 from __future__ import annotations
@@ -92,11 +92,14 @@ def read_set(folder: Path, num_images: int) -> dict[str, float]:
     totals, report = loader.close(), loader.report()
     if totals.received_bytes != totals.trained_bytes + totals.discarded_bytes:
         raise SystemExit(f"bytes do not add up: {totals}")
+    record_bytes = sum(shard.size_bytes for shard in plan.shards) / sum(shard.num_records or 0 for shard in plan.shards)
+    held_records = settings.shuffle_buffer + (settings.prefetch_batches + 2) * _BATCH_SIZE
+    bodies_bytes = (report.lanes + report.read_ahead + 1) * report.request_bytes
     return {
         "peak_rss_mb": max(peaks_bytes) / 1e6,
         "first_half_mb": peaks_bytes[0] / 1e6,
         "before_mb": before_bytes / 1e6,
-        "bodies_mb": (report.lanes + report.read_ahead + 1) * report.request_bytes / 1e6,
+        "bound_mb": (bodies_bytes + held_records * record_bytes) / 1e6,
         "request_mib": report.request_bytes / 2**20,
         "read_ahead": report.read_ahead,
         "first_batch_s": report.first_batch_s,
@@ -133,12 +136,12 @@ def main() -> None:
             print(
                 f"{num_records:>9,} records: peak {row['peak_rss_mb']:.1f} MB (first half {row['first_half_mb']:.1f}, "
                 f"before the loader {row['before_mb']:.1f}), GETs of {row['request_mib']:g} MiB, {row['read_ahead']} "
-                f"ahead: {row['bodies_mb']:.0f} MB of bodies at most; first batch {row['first_batch_s']:.3f} s",
+                f"ahead: bound {row['bound_mb']:.0f} MB; first batch {row['first_batch_s']:.3f} s",
                 flush=True,
             )
     sizes = [row["peak_rss_mb"] for row in rows]
     slowest_s = max(row["first_batch_s"] for row in rows)
-    ratio = max(sizes) / sizes[0]
+    ratio = max(sizes) / min(sizes)
     print(
         json.dumps(
             {
