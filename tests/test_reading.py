@@ -20,7 +20,7 @@ def feed(reading: Reading, first_byte_s: float, bytes_per_s: float, num_gets: in
 @pytest.mark.parametrize(
     ("first_byte_s", "bytes_per_s", "expected"),
     [
-        (0.0, 500e6, 1 * MIB),  # nothing to hide: no larger than needed
+        (0.0, 500e6, 4 * MIB),  # nothing to hide: no larger than needed
         (0.003, 500e6, 8 * MIB),  # a store on the same host
         (0.05, 100e6, 16 * MIB),  # a far one
     ],

@@ -191,7 +191,8 @@ class Launch(Section):
     """Compute threads on CPU; 0: cores divided by the ranks on a host, at least 1."""
     allocator: Literal["keep_large_blocks", "system"] = "keep_large_blocks"
     """`keep_large_blocks`: glibc is told before a rank starts not to return large blocks to the kernel
-    (MALLOC_MMAP_MAX_=0, high MALLOC_TRIM_THRESHOLD_ and MALLOC_TOP_PAD_); far fewer page faults on CPU."""
+    (MALLOC_MMAP_MAX_=0, high MALLOC_TRIM_THRESHOLD_ and MALLOC_TOP_PAD_, MALLOC_ARENA_MAX=2); far fewer page faults on
+    CPU."""
     stall_timeout_s: float = Field(default=300.0, gt=0, le=86400)
     """A rank that finishes no step for this long ends the run."""
 

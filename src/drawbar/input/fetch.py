@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import threading
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -72,13 +73,14 @@ def lane_chunks(
     while at < len(numbers):
         limit = max(1, int(request_bytes() * share))
         share = 1.0
+        # (bisect: numpy's own search lets go of the GIL, and then waits for it longer than it searches.)
         # Shards come one after another in a lane, and records in order of offset within each.
-        shard = int(np.searchsorted(index.first, numbers[at], side="right")) - 1
+        shard = bisect_right(index.first, numbers[at]) - 1
         block = numbers[at : at + _MAX_RECORDS]
         others = np.flatnonzero((block < index.first[shard]) | (block >= index.first[shard + 1]))
         block = block[: others[0]] if len(others) else block
         begin, ends = int(index.start[block[0]]), index.end[block]
-        fits = max(1, int(np.searchsorted(ends, begin + limit, side="right")))
+        fits = max(1, bisect_right(ends, begin + limit))
         gaps = np.flatnonzero((index.start[block[1:fits]] - ends[: fits - 1]) * 8 > limit)
         stop = at + (int(gaps[0]) + 1 if len(gaps) else fits)
         first, last = int(numbers[at]), int(numbers[stop - 1])

@@ -1,8 +1,10 @@
 """How a rank reads: bytes in a GET, GETs ahead. As the recipe says, or found out in the first requests of a run.
 
-Tuned, a GET starts at 1 MiB and is doubled as long as that makes a single stream of bytes at least a tenth faster, so
-that the time to the first byte no longer counts; then the read-ahead grows by one each time a body was waited for.
-Both stay within a budget: `(lanes of the rank + read_ahead) * request_bytes` of at most 128 MiB.
+Tuned, a GET starts at 1 MiB, so that the first batch comes soon, and is doubled: up to 4 MiB in any case, as below that
+a byte costs the client more CPU (0.77 s/GB at 1 MB, 0.55 at 4, 0.51 at 8), then as long as that makes a GET at least a
+tenth faster per byte, so that the time to the first byte no longer counts. After that the read-ahead grows by one each
+time a body was waited for. Both stay within a budget: `(lanes of the rank + read_ahead) * request_bytes` of at most
+128 MiB.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from statistics import median
 
 _FIRST_BYTES = 1 << 20
+_ENOUGH_BYTES = 4 << 20
 _LAST_BYTES = 16 << 20
 _FIRST_READ_AHEAD = 4
 _LAST_READ_AHEAD = 32
@@ -54,7 +57,7 @@ class Reading:
     def _next_size(self) -> None:
         rate = median(self._rates)
         self._rates.clear()
-        if rate < _WORTH_IT * self._last_rate:
+        if self.request_bytes > _ENOUGH_BYTES and rate < _WORTH_IT * self._last_rate:
             self.request_bytes //= 2
             self._settled = True
         elif self.request_bytes * 2 > self._max_request_bytes:

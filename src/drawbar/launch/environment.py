@@ -25,6 +25,8 @@ KEEP_LARGE_BLOCKS = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(8 * 2**30),
     "MALLOC_TOP_PAD_": str(64 * 2**20),
+    # What is kept is kept per arena, and every thread that fetches or decodes would get one: 120 MB a rank for nothing.
+    "MALLOC_ARENA_MAX": "2",
 }
 
 
