@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from drawbar.dataset.pack import pack_share
 from drawbar.dataset.shard_writer import OnBad, PackSettings
 from drawbar.errors import EnvironmentUnfit, InputError
 from drawbar.storage import embedded
-from drawbar.storage.environment import Credentials
+from drawbar.storage.environment import Credentials, named_endpoint
 from drawbar.storage.stores import Place, open_place
 from drawbar.storage.urls import parse_url
 from drawbar.terminal import Terminal
@@ -255,7 +254,7 @@ def _packed_text(dest: str, manifest: Manifest) -> str:
 def destination(dest: str, endpoint: str | None, store_dir: Path | None) -> Destination:
     """The folder or S3 place to write to. Buckets of the embedded store are made as needed.
 
-    Without `endpoint` it is the embedded store's first where one is running, else AWS_ENDPOINT_URL.
+    Without `endpoint` it is the embedded store's first where one is running, else AWS_ENDPOINT_URL or S3_ENDPOINT.
     """
     try:
         where = parse_url(dest)
@@ -274,7 +273,7 @@ def destination(dest: str, endpoint: str | None, store_dir: Path | None) -> Dest
 
 
 def _s3_place(dest: str, bucket: str, endpoint: str | None, store_dir: Path | None) -> Place:
-    foreign = endpoint or (None if store_dir else os.environ.get("AWS_ENDPOINT_URL"))
+    foreign = endpoint or (None if store_dir else named_endpoint() or None)
     try:
         store = embedded.find(store_dir or embedded.DEFAULT_DIRECTORY)
     except EnvironmentUnfit:

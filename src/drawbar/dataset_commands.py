@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 import time
@@ -21,7 +20,7 @@ from drawbar.dataset.stat import SetStats, histogram, stat_set
 from drawbar.dataset.walk import Fault, Origin
 from drawbar.errors import DataError, EnvironmentUnfit, InputError
 from drawbar.storage import embedded
-from drawbar.storage.environment import Credentials
+from drawbar.storage.environment import Credentials, named_endpoint
 from drawbar.storage.failures import explain
 from drawbar.terminal import Terminal
 
@@ -103,8 +102,8 @@ def stat(
 def find_origin(url: str, endpoint: str | None, store_dir: Path | None) -> tuple[Origin, str]:
     """Where a set is read from, and the pattern of names that its URL ends in, if any.
 
-    For S3 without `endpoint` it is the embedded store's first where one is running, else AWS_ENDPOINT_URL. Raises
-    InputError or EnvironmentUnfit.
+    For S3 without `endpoint` it is the embedded store's first where one is running, else AWS_ENDPOINT_URL, S3_ENDPOINT.
+    Raises InputError or EnvironmentUnfit.
     """
     folder, pattern = split_pattern(url.rstrip("/") or "/")
     parts = urlsplit(folder)
@@ -112,7 +111,7 @@ def find_origin(url: str, endpoint: str | None, store_dir: Path | None) -> tuple
         return Origin(url=folder), pattern
     if parts.scheme != "s3" or not parts.netloc:
         raise InputError(f"cannot read {url!r}", hint="a folder, or s3://bucket/prefix")
-    foreign = endpoint or (None if store_dir else os.environ.get("AWS_ENDPOINT_URL"))
+    foreign = endpoint or (None if store_dir else named_endpoint() or None)
     try:
         store = embedded.find(store_dir or embedded.DEFAULT_DIRECTORY)
     except EnvironmentUnfit:
