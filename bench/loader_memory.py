@@ -31,7 +31,8 @@ from drawbar.dataset.manifest import MANIFEST_NAME, Manifest, ShardEntry
 from drawbar.dataset.tfrecord import frame
 from drawbar.input.loader import Loader, ReadPlan
 from drawbar.launch.environment import rank_environment
-from drawbar.storage.stores import CountedReader, open_place
+from drawbar.storage.reader import CountedReader
+from drawbar.storage.stores import open_place
 
 _SHARD_RECORDS = 1000
 _BATCH_SIZE = 50

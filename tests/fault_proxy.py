@@ -51,14 +51,23 @@ class Answer:
 class FaultProxy:
     """Use as a context manager. `down` refuses connections and ends those there are, `up` takes the same port again."""
 
-    def __init__(self, endpoint: str, rule: Rule = never, tls: tuple[Path, Path] | None = None) -> None:
-        """`tls`: certificate and key, for an endpoint that speaks HTTPS."""
+    def __init__(
+        self,
+        endpoint: str,
+        rule: Rule = never,
+        tls: tuple[Path, Path] | None = None,
+        *,
+        keep_alive: bool = True,
+    ) -> None:
+        """`tls`: certificate and key, for an endpoint that speaks HTTPS. `keep_alive` off: a connection for each
+        request."""
         parts = urlsplit(endpoint)
         assert parts.hostname is not None
         assert parts.port is not None
         self._target = (parts.hostname, parts.port)
         self.rule = rule
         self._tls = tls
+        self.keep_alive = keep_alive
         self._lock = threading.Lock()
         self._ending = threading.Event()
         self.requests = 0
@@ -200,6 +209,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if name.lower() not in ("content-length", "transfer-encoding", "connection", "date", "server"):
                 self.send_header(name, value)
         self.send_header("Content-Length", str(len(answer.body)))
+        if not self.server.proxy.keep_alive:
+            self.send_header("Connection", "close")
         self.end_headers()
         body = answer.body
         if fault == "cut":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -253,6 +256,26 @@ def test_a_name_that_does_not_resolve_is_set_aside(packed: Set) -> None:
         run.take(BATCHES_AN_EPOCH)
         run.check_every_record_came_once(packed)
         assert run.change("set_aside") == [endpoints[0]]
+
+
+def test_a_name_that_stops_resolving_and_comes_back(packed: Set, tmp_path: Path) -> None:
+    obstore.put(packed.place.store, "x/object", bytes(1000))
+    (tmp_path / "keys").write_text(f"{packed.credentials.access_key_id} {packed.credentials.secret_access_key}")
+    with FaultProxy(packed.store.endpoints[0], keep_alive=False) as proxy:
+        done = subprocess.run(
+            [
+                *("unshare", "--map-root-user", "--mount", sys.executable, "-m", "tests.hosts_file"),
+                *(tmp_path / "hosts", str(proxy.port), packed.store.endpoints[1], tmp_path / "keys"),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=90,
+            cwd=Path(__file__).parent.parent,
+        )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["changes"] == ["set_aside", "returned"]
+    assert len(told["errors"]) == 1
 
 
 def test_after_slow_down_the_rate_recovers_and_the_store_is_not_hammered(packed: Set) -> None:

@@ -12,7 +12,8 @@ import pytest
 from drawbar.config import Storage
 from drawbar.probe.names import STAGE_NAMES
 from drawbar.storage import embedded
-from drawbar.storage.stores import Credentials, open_place
+from drawbar.storage.environment import Credentials
+from drawbar.storage.stores import open_place
 from tests.drawbar_process import drawbar, processes_of
 from tests.small_set import example, write_set
 

@@ -101,8 +101,8 @@ def stat(
 def find_origin(url: str, endpoint: str | None, store_dir: Path | None) -> tuple[Origin, str]:
     """Where a set is read from, and the pattern of names that its URL ends in, if any.
 
-    For S3 without `endpoint` it is the embedded store's first where one is running, else AWS_ENDPOINT_URL. Raises
-    InputError or EnvironmentUnfit.
+    For S3 without `endpoint` it is the embedded store's first where one is running, else AWS_ENDPOINT_URL, S3_ENDPOINT.
+    Raises InputError or EnvironmentUnfit.
     """
     folder, pattern = split_pattern(url.rstrip("/") or "/")
     try:
@@ -110,7 +110,7 @@ def find_origin(url: str, endpoint: str | None, store_dir: Path | None) -> tuple
     except ValueError as error:
         raise InputError(f"cannot read {error}") from None
     if where.scheme in ("gs", "az"):
-        return Origin(url=folder), pattern
+        raise InputError(f"cannot read {url!r}", hint="a folder, or s3://bucket/prefix; runs read gs:// and az:// too")
     if where.is_folder:
         return Origin(url=folder), pattern
     address = find_address(endpoint, store_dir)

@@ -126,7 +126,7 @@ class Input(Section):
     """From records to batches."""
 
     source: Literal["data", "memory", "constant"] = "data"
-    """`memory`: the records of each rank's first GET, repeated from memory: storage rests. `constant`: one made-up
+    """`memory`: the records of one GET of each rank, repeated from memory: storage rests. `constant`: one made-up
     batch, repeated; nothing is read or decoded. The result says so."""
     image_size: int = Field(default=224, ge=8, le=4096)
     """Pixels of the square crop."""

@@ -114,6 +114,8 @@ class Witness(Event):
     target: str
     """Endpoint URL, or the volume server's name."""
     count_bytes: int
+    since_unix_s: float = 0.0
+    """When the counting process was started; 0: not known."""
 
 
 @dataclass(frozen=True, kw_only=True)

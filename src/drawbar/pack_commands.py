@@ -255,7 +255,7 @@ def _packed_text(dest: str, manifest: Manifest) -> str:
 def destination(dest: str, endpoint: str | None, store_dir: Path | None) -> Destination:
     """The folder or S3 place to write to. Buckets of the embedded store are made as needed.
 
-    Without `endpoint` it is the embedded store's first where one is running, else AWS_ENDPOINT_URL.
+    Without `endpoint` it is the embedded store's first where one is running, else AWS_ENDPOINT_URL or S3_ENDPOINT.
     """
     try:
         where = parse_url(dest)

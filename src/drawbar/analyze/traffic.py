@@ -22,16 +22,21 @@ COLD_RESIDENT_FRACTION = 0.01
 
 def witness_deltas(run: Run, source: str) -> dict[str, int | None]:
     """Target -> bytes counted between the `before` and the `after` reading; None where one is missing or contradicted
-    or the counter went back (its process was restarted in between)."""
+    or the counter's process was restarted in between."""
     readings: dict[tuple[str, str], set[int]] = {}
+    starts: dict[str, set[float]] = {}
     for event in cast(list[Witness], run.events(Witness)):
         if event.source == source:
             readings.setdefault((event.target.rstrip("/"), event.when), set()).add(event.count_bytes)
+            starts.setdefault(event.target.rstrip("/"), set()).add(event.since_unix_s)
     once = {key: min(counts) for key, counts in readings.items() if len(counts) == 1}
     deltas: dict[str, int | None] = {}
     for target in sorted({target for target, _ in readings}):
         before, after = once.get((target, "before")), once.get((target, "after"))
-        deltas[target] = after - before if before is not None and after is not None and after >= before else None
+        if before is None or after is None or after < before or len(starts[target]) > 1:
+            deltas[target] = None
+        else:
+            deltas[target] = after - before
     return deltas
 
 

@@ -272,8 +272,11 @@ def make_cold(recipe: Recipe, storage: Storage, journal: JournalWriter) -> Stora
 def write_witnesses(store: embedded.EmbeddedStore | None, when: str, journal: JournalWriter) -> None:
     if store is None:
         return
-    for endpoint, count in settled_counts(store, silent_ok=when == "after").items():
-        journal.write(Witness(when=when, source="gateway", target=endpoint, count_bytes=count))
+    silent_ok = when == "after"
+    starts = store.started_unix_s(silent_ok=silent_ok)
+    for endpoint, count in settled_counts(store, silent_ok=silent_ok).items():
+        since = starts.get(endpoint, 0.0)
+        journal.write(Witness(when=when, source="gateway", target=endpoint, count_bytes=count, since_unix_s=since))
     journal.write(Witness(when=when, source="volume", target="embedded store", count_bytes=store.disk_read_bytes()))
 
 

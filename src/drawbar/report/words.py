@@ -88,8 +88,10 @@ def meaning_sentence(result: Result) -> str:
         return "Do not use this number: a check that it depends on did not pass."
     if result["images_per_s"]["total"] is None:
         return "There is no number to use."
-    constant = any(reason["rule"] == "input" for reason in result["validity"]["reasons"])
-    counted = "trained from one constant batch" if constant else "read, decoded and trained"
+    counted = {
+        "constant": "trained from one constant batch",
+        "memory": "decoded and trained, from records repeated in memory,",
+    }.get(result["input"]["source"], "read, decoded and trained")
     with_reasons = "; quote it with the reasons above" if result["validity"]["reasons"] else ""
     return f"This many images per second were {counted} by all ranks together{with_reasons}."
 

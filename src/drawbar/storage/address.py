@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from drawbar.errors import EnvironmentUnfit
 from drawbar.storage import embedded
-from drawbar.storage.environment import Credentials
+from drawbar.storage.environment import Credentials, named_endpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,13 +20,14 @@ class Address:
 
 
 def find_address(endpoint: str | None, store_dir: Path | None) -> Address:
-    """`endpoint`, where one is given; else the embedded store's first, where one is running; else AWS_ENDPOINT_URL.
+    """`endpoint`, where one is given; else the embedded store's first, where one is running; else AWS_ENDPOINT_URL
+    or S3_ENDPOINT.
 
     `store_dir` is the folder of the embedded store, None: the default one; naming it asks for that store. The store's
     own keys go with its addresses, AWS's variables with all others. Raises EnvironmentUnfit where keys are missing, or
     the store asked for does not run.
     """
-    foreign = endpoint or (None if store_dir else os.environ.get("AWS_ENDPOINT_URL"))
+    foreign = endpoint or (None if store_dir else named_endpoint() or None)
     try:
         store = embedded.find(store_dir or embedded.DEFAULT_DIRECTORY)
     except EnvironmentUnfit:

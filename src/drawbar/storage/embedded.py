@@ -48,6 +48,7 @@ _GRACE_S = 5.0
 _LOCK_DEADLINE_S = 90.0
 _COLD_FRACTION = 0.01
 """Above this share of resident pages a restart is not called cold."""
+_STARTED = re.compile(r"^process_start_time_seconds ([0-9.e+]+)$", re.MULTILINE)
 _SENT = re.compile(r"^SeaweedFS_s3_bucket_traffic_sent_bytes_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
@@ -74,15 +75,24 @@ class EmbeddedStore:
 
         Raises EnvironmentUnfit where a gateway does not answer; with `silent_ok` that one is left out.
         """
-        counts: dict[str, int] = {}
+        pages = self._metrics(silent_ok=silent_ok)
+        return {endpoint: sum(int(float(value)) for value in _SENT.findall(page)) for endpoint, page in pages.items()}
+
+    def started_unix_s(self, *, silent_ok: bool = False) -> dict[str, float]:
+        """When each endpoint's process was started: its count began then. Raises what `sent_bytes` raises."""
+        pages = self._metrics(silent_ok=silent_ok)
+        return {endpoint: float(_STARTED.findall(page)[0]) for endpoint, page in pages.items() if _STARTED.search(page)}
+
+    def _metrics(self, *, silent_ok: bool) -> dict[str, str]:
+        pages: dict[str, str] = {}
         for endpoint, url in zip(self.endpoints, self.metrics_urls, strict=True):
             answer = seaweed.ask("GET", url)
             if answer is None or answer[0] != 200:
                 if silent_ok:
                     continue
                 raise EnvironmentUnfit(f"no metrics from {url}", hint="drawbar s3 status")
-            counts[endpoint] = sum(int(float(value)) for value in _SENT.findall(answer[1].decode()))
-        return counts
+            pages[endpoint] = answer[1].decode()
+        return pages
 
     def disk_read_bytes(self) -> int:
         """Bytes that the server process has had the disk read since it was started.

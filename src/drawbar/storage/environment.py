@@ -83,30 +83,38 @@ def _region(environ: Mapping[str, str]) -> str:
 
 
 def environment_endpoint(environ: Mapping[str, str] = os.environ) -> str:
-    """The address that the environment names, with its scheme; AWS's own for the region where it names none.
+    """As `named_endpoint`; else the profile's, else AWS's own for the region."""
+    if named := named_endpoint(environ):
+        return named
+    profile = load_profile(environ)
+    if profile.endpoint_url:
+        return _checked(f"endpoint_url of AWS profile {profile.name}", profile.endpoint_url.rstrip("/"))
+    return f"https://s3.{_region(environ) or profile.region or DEFAULT_REGION}.amazonaws.com"
+
+
+def named_endpoint(environ: Mapping[str, str] = os.environ) -> str:
+    """The address that variables name, with its scheme; empty where they name none.
 
     Raises EnvironmentUnfit for one that is no address, and where AWS's and TensorFlow's variables contradict.
     """
     named: dict[str, str] = {}
     aws = next((name for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL") if environ.get(name)), "")
     if aws:
-        named[aws] = environ[aws].rstrip("/")
+        named[aws] = _checked(aws, environ[aws].rstrip("/"))
     if environ.get("S3_ENDPOINT"):
-        named["S3_ENDPOINT"] = _with_scheme(environ["S3_ENDPOINT"].rstrip("/"), environ)
-    if not named:
-        profile = load_profile(environ)
-        if profile.endpoint_url:
-            named[f"endpoint_url of AWS profile {profile.name}"] = profile.endpoint_url.rstrip("/")
-    for name, address in named.items():
-        try:
-            check_address(address)
-        except ValueError as error:
-            raise EnvironmentUnfit(f"{name}: {error}") from None
+        named["S3_ENDPOINT"] = _checked("S3_ENDPOINT", _with_scheme(environ["S3_ENDPOINT"].rstrip("/"), environ))
     if len(set(named.values())) > 1:
         said = " and ".join(f"{name} says {address}" for name, address in named.items())
         raise EnvironmentUnfit(f"two endpoints: {said}", hint="unset one of them")
-    region = _region(environ) or load_profile(environ).region or DEFAULT_REGION
-    return next(iter(named.values()), f"https://s3.{region}.amazonaws.com")
+    return next(iter(named.values()), "")
+
+
+def _checked(name: str, address: str) -> str:
+    try:
+        check_address(address)
+    except ValueError as error:
+        raise EnvironmentUnfit(f"{name}: {error}") from None
+    return address
 
 
 def _with_scheme(address: str, environ: Mapping[str, str]) -> str:
