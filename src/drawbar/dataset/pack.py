@@ -117,7 +117,7 @@ def pack_share(
             existing = _existing(job, overwrite) if len(done) < len(mine) else None
         if existing is not None:
             # Where this rank's shards were there before, rank 0 may end, and clear what it goes by, at any moment.
-            return _kept(job, existing, launched)
+            return _kept(job, existing, launched, note)
         shards = _deal(items, settings, {name for name in mine if name not in done})
         counted = _Progress(progress, done, shards, len(items) if launched.size == 1 else 0)
         del items
