@@ -142,6 +142,49 @@ def test_an_empty_folder(recipe: Path, tmp_path: Path) -> None:
     assert "no shards under" in finished.error_line
 
 
+def test_fewer_classes_than_the_set_has(recipe: Path) -> None:
+    finished = run(recipe, "data.num_classes=5")
+    assert finished.code == 2
+    assert finished.error_line == "error: the set has 10 classes, data.num_classes is 5"
+    assert "hint: --set data.num_classes=10" in finished.stderr
+
+
+def test_records_for_detection_are_refused_by_a_classifier(recipe: Path, tmp_path: Path) -> None:
+    manifest = tmp_path / "set" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"record_schema":"imagenet"', '"record_schema":"coco"'))
+    finished = run(recipe)
+    assert finished.code == 2
+    assert "holds records for object detection; model" in finished.error_line
+
+
+def test_a_folder_of_images_is_no_set(recipe: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "pictures"
+    (folder / "cats").mkdir(parents=True)
+    (folder / "cats" / "1.jpg").write_bytes(image(1))
+    (folder / "README").write_text("Pictures of cats")
+    (folder / "cover.JPG").write_bytes(image(2))
+    for finished in (
+        run(recipe, f"data.url={folder}"),
+        drawbar("data", "check", folder),
+        drawbar("data", "stat", folder),
+    ):
+        assert finished.code == 2
+        assert f"no shards in {folder}: only README, cover.JPG" in finished.error_line
+        assert "`drawbar data pack` makes shards of images" in finished.stderr
+
+
+def test_an_unknown_key_that_a_section_has(recipe: Path) -> None:
+    assert "did you mean train.steps?" in run(recipe, "steps=3").error_line
+
+
+def test_files_do_not_go_to_an_object_store(tmp_path: Path) -> None:
+    for kind in ("imagenet-like", "coco-like"):
+        finished = drawbar("data", "make", kind, "s3://set/train", "--images", "3")
+        assert finished.code == 2
+        assert finished.error_line == "error: s3://set/train is no folder for image files"
+        assert "--shards N" in finished.stderr
+
+
 def test_more_ranks_than_compressed_shards(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "set" / "manifest.json").unlink()
     shard = tmp_path / "set" / "train-00001-of-00004"

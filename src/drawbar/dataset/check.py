@@ -160,7 +160,7 @@ def check_set(
         summary.faults += 1
         on_fault(fault)
 
-    found = _find(origin.open(), pattern, tell)
+    found = _find(origin.open(), origin.url, pattern, tell)
     summary.faulty_shards = summary.faults
     on_total(len(found.shards), sum(shard.size_bytes for shard in found.shards))
     rules = _rules(origin, found, schema, tell)
@@ -196,7 +196,7 @@ def _add(summary: CheckSummary, report: ShardReport) -> None:
     summary.class_counts.update(report.class_counts)
 
 
-def _find(place: Place, pattern: str, tell: OnFault) -> _Set:
+def _find(place: Place, shown: str, pattern: str, tell: OnFault) -> _Set:
     """Unlike `list_shards` it goes on without what is missing or of another size, and tells."""
     objects = objects_under(place.store, place.prefix)
     names = sorted(name for name in objects if looks_like_shard(name) and matches(name, pattern))
@@ -210,10 +210,10 @@ def _find(place: Place, pattern: str, tell: OnFault) -> _Set:
         manifest = None
     if manifest is None:
         if MANIFEST_NAME not in objects:
-            refuse_unfinished(place.store, place.prefix)
-        refuse_several_sets(names, place.prefix)
+            refuse_unfinished(place.store, place.prefix, shown)
+        refuse_several_sets(names, shown)
         if not names:
-            raise no_shards({name: size for name, (size, _) in objects.items()}, place.prefix, pattern)
+            raise no_shards({name: size for name, (size, _) in objects.items()}, shown, pattern)
         for name in missing_names(names):
             tell(Fault(name, None, None, "missing, by the numbers of the others"))
         return _Set([foreign_shard(place.prefix, name, *objects[name]) for name in names], {}, None)
