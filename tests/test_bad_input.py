@@ -5,11 +5,13 @@ from __future__ import annotations
 import gzip
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from drawbar.config import Storage
+from drawbar.dataset.manifest import Manifest
 from drawbar.storage import embedded
 from drawbar.storage.stores import Credentials, open_place
 from tests.drawbar_process import Finished, drawbar, processes_of
@@ -131,7 +133,7 @@ def test_a_missing_prefix(recipe: Path, embedded_store: embedded.EmbeddedStore) 
     settings, env = s3_settings(embedded_store, "s3://bad-input/no-such-prefix")
     finished = run(recipe, *settings, env=env)
     assert finished.code == 2
-    assert "no shards under" in finished.error_line
+    assert "no shards in" in finished.error_line
     assert "no-such-prefix" in finished.error_line
 
 
@@ -139,7 +141,7 @@ def test_an_empty_folder(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     finished = run(recipe, f"data.url={tmp_path / 'empty'}")
     assert finished.code == 2
-    assert "no shards under" in finished.error_line
+    assert "no shards in" in finished.error_line
 
 
 def test_fewer_classes_than_the_set_has(recipe: Path) -> None:
@@ -150,8 +152,8 @@ def test_fewer_classes_than_the_set_has(recipe: Path) -> None:
 
 
 def test_records_for_detection_are_refused_by_a_classifier(recipe: Path, tmp_path: Path) -> None:
-    manifest = tmp_path / "set" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"record_schema":"imagenet"', '"record_schema":"coco"'))
+    path = tmp_path / "set" / "manifest.json"
+    path.write_text(replace(Manifest.loads(path.read_text()), record_schema="coco").dumps())
     finished = run(recipe)
     assert finished.code == 2
     assert "holds records for object detection; model" in finished.error_line
@@ -242,7 +244,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
         finished = drawbar("s3", "up", "--endpoints", "1", "--port", str(port), "--dir", tmp_path / "s3")
     assert finished.code == 3
     assert f"port {port} is taken" in finished.error_line
-    assert "no store there" in drawbar("s3", "status", "--dir", tmp_path / "s3").stdout
+    assert "no store in" in drawbar("s3", "status", "--dir", tmp_path / "s3").stdout
 
 
 def test_what_cannot_be_packed(tmp_path: Path) -> None:

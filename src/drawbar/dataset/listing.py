@@ -100,6 +100,7 @@ def list_shards(
     candidates = sorted(name for name in sizes if looks_like_shard(name) and matches(name, pattern))
     manifest = load_manifest(store, prefix, read, sizes[MANIFEST_NAME]) if MANIFEST_NAME in sizes else None
     if manifest is not None and all(matches(entry.name, pattern) for entry in manifest.shards):
+        manifest.refuse_edited(join(prefix, MANIFEST_NAME))
         shards = tuple(_checked(entry, sizes, prefix) for entry in sorted(manifest.shards, key=lambda s: s.name))
     else:
         manifest = None
