@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from drawbar.storage import embedded
+from drawbar.storage import embedded, seaweed
 from tests.slurm import Slurm, missing_programs, running_slurm
 
 # A script that runs the tests in the background makes them, and all that they start, deaf to Ctrl-C.
@@ -39,6 +39,12 @@ def slurm() -> Iterator[Slurm]:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.skipped and isinstance(report.longrepr, tuple):
         SKIPPED.append((report.nodeid, str(report.longrepr[2])))
+
+
+def pytest_sessionfinish() -> None:
+    """Stores that another process stopped: their processes were ours, and are reaped."""
+    for child in seaweed._children.values():
+        child.poll()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gzip
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from drawbar.config import Storage
+from drawbar.dataset.manifest import Manifest
 from drawbar.storage import embedded
 from drawbar.storage.environment import Credentials
 from drawbar.storage.stores import open_place
@@ -132,7 +134,7 @@ def test_a_missing_prefix(recipe: Path, embedded_store: embedded.EmbeddedStore) 
     settings, env = s3_settings(embedded_store, "s3://bad-input/no-such-prefix")
     finished = run(recipe, *settings, env=env)
     assert finished.code == 2
-    assert "no shards under" in finished.error_line
+    assert "no shards in" in finished.error_line
     assert "no-such-prefix" in finished.error_line
 
 
@@ -140,7 +142,50 @@ def test_an_empty_folder(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     finished = run(recipe, f"data.url={tmp_path / 'empty'}")
     assert finished.code == 2
-    assert "no shards under" in finished.error_line
+    assert "no shards in" in finished.error_line
+
+
+def test_fewer_classes_than_the_set_has(recipe: Path) -> None:
+    finished = run(recipe, "data.num_classes=5")
+    assert finished.code == 2
+    assert finished.error_line == "error: the set has 10 classes, data.num_classes is 5"
+    assert "hint: --set data.num_classes=10" in finished.stderr
+
+
+def test_records_for_detection_are_refused_by_a_classifier(recipe: Path, tmp_path: Path) -> None:
+    path = tmp_path / "set" / "manifest.json"
+    path.write_text(replace(Manifest.loads(path.read_text()), record_schema="coco").dumps())
+    finished = run(recipe)
+    assert finished.code == 2
+    assert "holds records for object detection; model" in finished.error_line
+
+
+def test_a_folder_of_images_is_no_set(recipe: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "pictures"
+    (folder / "cats").mkdir(parents=True)
+    (folder / "cats" / "1.jpg").write_bytes(image(1))
+    (folder / "README").write_text("Pictures of cats")
+    (folder / "cover.JPG").write_bytes(image(2))
+    for finished in (
+        run(recipe, f"data.url={folder}"),
+        drawbar("data", "check", folder),
+        drawbar("data", "stat", folder),
+    ):
+        assert finished.code == 2
+        assert f"no shards in {folder}: only README, cover.JPG" in finished.error_line
+        assert "`drawbar data pack` makes shards of images" in finished.stderr
+
+
+def test_an_unknown_key_that_a_section_has(recipe: Path) -> None:
+    assert "did you mean train.steps?" in run(recipe, "steps=3").error_line
+
+
+def test_files_do_not_go_to_an_object_store(tmp_path: Path) -> None:
+    for kind in ("imagenet-like", "coco-like"):
+        finished = drawbar("data", "make", kind, "s3://set/train", "--images", "3")
+        assert finished.code == 2
+        assert finished.error_line == "error: s3://set/train is no folder for image files"
+        assert "--shards N" in finished.stderr
 
 
 def test_more_ranks_than_compressed_shards(recipe: Path, tmp_path: Path) -> None:
@@ -200,7 +245,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
         finished = drawbar("s3", "up", "--endpoints", "1", "--port", str(port), "--dir", tmp_path / "s3")
     assert finished.code == 3
     assert f"port {port} is taken" in finished.error_line
-    assert "no store there" in drawbar("s3", "status", "--dir", tmp_path / "s3").stdout
+    assert "no store in" in drawbar("s3", "status", "--dir", tmp_path / "s3").stdout
 
 
 def test_what_cannot_be_packed(tmp_path: Path) -> None:

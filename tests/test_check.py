@@ -232,6 +232,32 @@ def test_a_manifest_that_contradicts_itself_is_a_fault_and_the_shards_are_still_
     assert of_records(faults) == [(paths[0].name, 0, 0)]
 
 
+def test_an_edited_manifest_and_a_map_that_is_none_are_faults(tmp_path: Path) -> None:
+    write(tmp_path)
+    path = tmp_path / MANIFEST_NAME
+    text = path.read_text()
+    tree = json.loads(text)
+    tree["labels"] = tree["labels"][::-1]
+    path.write_text(json.dumps(tree))
+    _, faults = checked(tmp_path)
+    assert [fault.reason for fault in faults] == ["changed after it was written: its sha256 does not fit"]
+    maps: list[dict[str, Any]] = [{"a": 1}, {"1": "x"}, {"1": {}}, {}, {"1": 1}]
+    for category_map in maps:
+        tree = json.loads(text) | {"record_schema": "coco", "notes": {"category_map": category_map}}
+        path.write_text(json.dumps(tree))
+        _, faults = checked(tmp_path)
+        assert any("notes.category_map" in fault.reason for fault in faults if fault.shard == MANIFEST_NAME)
+
+
+def test_empty_shards_of_a_foreign_set_are_faults(tmp_path: Path) -> None:
+    paths = write(tmp_path, manifest=False)
+    paths[1].write_bytes(b"")
+    _, faults = checked(tmp_path)
+    assert [(fault.shard, fault.reason) for fault in faults] == [
+        (paths[1].name, "empty: no record, as of a copy that failed")
+    ]
+
+
 PNG = cv2.imencode(".png", np.zeros((48, 64, 3), np.uint8))[1].tobytes()
 BIG = simplejpeg.encode_jpeg(np.zeros((96, 64, 3), np.uint8))
 ONE_BOX: Features = {
@@ -331,7 +357,7 @@ def test_two_sets_in_one_folder_must_be_told_apart(tmp_path: Path) -> None:
     write(tmp_path, manifest=False)
     for path in list(tmp_path.iterdir()):
         (tmp_path / path.name.replace("train", "validation")).write_bytes(path.read_bytes())
-    with pytest.raises(InputError, match="2 sets under") as caught:
+    with pytest.raises(InputError, match="2 sets in") as caught:
         checked(tmp_path)
     assert "train-*-of-00003" in str(caught.value.hint)
     assert checked(tmp_path, pattern="validation-*")[0].records == 30
@@ -463,7 +489,7 @@ def test_the_command_prints_faults_to_stdout_and_ends_with_4(tmp_path: Path) -> 
 
 def test_bad_arguments_are_refused_in_one_line(tmp_path: Path) -> None:
     empty = drawbar("data", "check", tmp_path)
-    assert (empty.code, "no shards under" in empty.error_line) == (2, True)
+    assert (empty.code, "no shards in" in empty.error_line) == (2, True)
     nowhere = drawbar("data", "check", tmp_path / "nowhere")
     assert (nowhere.code, "no such folder" in nowhere.error_line) == (2, True)
     assert drawbar("data", "check", tmp_path, "--schema", "voc").code == 2

@@ -66,6 +66,7 @@ def test_with_stderr_closed_stdout_is_still_nothing_but_json(recipe: Path, tmp_p
 
 
 def test_json_of_a_failed_run_is_nothing_but_json(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "set" / "manifest.json").unlink()  # which would tell before ranks are started
     finished = drawbar("run", recipe, "--out", tmp_path / "run", "--json", "--set", "data.num_classes=5")
     assert finished.code == 4
     assert json.loads(finished.stdout)["error"]["exit_code"] == 4

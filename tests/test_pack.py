@@ -493,6 +493,9 @@ def test_manifest_round_trip_and_newer_fields() -> None:
     [
         ({"schema": 2}, "has schema 2; this Drawbar reads up to 1"),
         ({"schema": None}, "it has no schema number"),
+        ({"schema": 0}, "it has no schema number"),
+        ({"schema": True}, "it has no schema number"),
+        ({"split": "validation"}, "split is 'validation', but a shard's name is 'train-0'"),
         ({"seed": "three"}, "seed is 'three'; expected int"),
         ({"seed": -3}, "seed is '-3'"),
         ({"labels": ["cat"]}, "1 labels, but 2 class counts"),
@@ -515,6 +518,26 @@ def test_malformed_manifests(change: dict[str, Any], message: str) -> None:
     tree = json.loads(manifest_of_two().dumps()) | change
     with pytest.raises(DataError, match=message):
         Manifest.loads(json.dumps(tree))
+
+
+@pytest.mark.parametrize(
+    "change", [{"labels": ["dog", "cat"]}, {"seed": 77}, {"source_sha256": "00"}, {"bad": []}, {"notes": {"a": 1}}]
+)
+def test_an_edited_manifest_is_told_by_its_digest(change: dict[str, Any]) -> None:
+    """A change that contradicts nothing else: two classes swapped would train every image under the wrong name."""
+    manifest = replace(manifest_of_two(), bad=(BadFile(path="a", reason="b"),))
+    Manifest.loads(manifest.dumps()).refuse_edited()
+    edited = Manifest.loads(json.dumps(json.loads(manifest.dumps()) | change))
+    with pytest.raises(DataError, match=r"manifest.json was changed after it was written"):
+        edited.refuse_edited()
+    without = {key: value for key, value in json.loads(manifest.dumps()).items() if key != "sha256"}
+    Manifest.loads(json.dumps(without)).refuse_edited()  # of a version before digests
+
+
+def test_a_key_twice_is_no_manifest() -> None:
+    text = manifest_of_two().dumps().replace('"seed": 3,', '"seed": 3,\n"seed": 2,')
+    with pytest.raises(DataError, match="a key stands there twice"):
+        Manifest.loads(text)
 
 
 def test_malformed_shards_and_texts() -> None:
@@ -604,11 +627,11 @@ def test_shards_that_differ_from_the_manifest(source: Path) -> None:
 def test_nothing_to_read(prefix: str, tmp_path: Path) -> None:
     stores: list[ObjectStore] = [MemoryStore(), LocalStore(tmp_path)]
     for store in stores:
-        with pytest.raises(InputError, match=r"no shards under .*: nothing is there"):
+        with pytest.raises(InputError, match=r"no shards in .*: nothing is there"):
             list_shards(store, prefix)
         if prefix == "data":
             obstore.put(store, "data/labels.txt", b"x")
-            with pytest.raises(InputError, match=r"no shards under 'data': only labels.txt"):
+            with pytest.raises(InputError, match=r"no shards in data: only labels.txt"):
                 list_shards(store, prefix)
 
 
@@ -616,7 +639,7 @@ def test_a_manifest_without_shards_is_no_set() -> None:
     store = MemoryStore()
     manifest = replace(manifest_of_two(), shards=(), class_counts=(0, 0))
     obstore.put(store, f"x/{MANIFEST_NAME}", manifest.dumps().encode())
-    with pytest.raises(InputError, match=r"no shards under 'x': only manifest.json"):
+    with pytest.raises(InputError, match=r"no shards in x: only manifest.json"):
         list_shards(store, "x")
 
 
@@ -641,7 +664,7 @@ def test_packing_to_s3(source: Path, tmp_path: Path, embedded_store: embedded.Em
         assert bytes(obstore.get(store, shard.key).bytes()) == (tmp_path / "out" / shard.name).read_bytes()
     assert dest.sizes("_parts") == {}
     assert pack_folder(source, dest, num_shards=3, on_bad="skip") == manifest
-    with pytest.raises(InputError, match="no shards under 'imagenet/validation': nothing is there"):
+    with pytest.raises(InputError, match="no shards in imagenet/validation: nothing is there"):
         list_shards(store, "imagenet/validation")
     with pytest.raises(InputError, match=r"is no trainable JPEG"):
         pack_folder(source, StoreDestination(store, "imagenet/again"), num_shards=1, on_bad="fail")

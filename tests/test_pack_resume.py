@@ -83,6 +83,30 @@ def stop_after(images: Path, dest: Destination, num_images: int, how: PackSettin
 # One process
 
 
+@pytest.mark.parametrize("damage", ["zeros", "flip", "counts", "nesting"])
+def test_finished_shards_are_not_trusted_by_their_size(
+    images: Path, reference: dict[str, bytes], tmp_path: Path, damage: str
+) -> None:
+    """After a power failure a file may have its size and not its bytes; and whoever edits entries is not believed."""
+    dest = FolderDestination(tmp_path)
+    stop_after(images, dest, 45)
+    shard, entry = tmp_path / "train-00001-of-00006", tmp_path / "_parts" / "train-00001-of-00006.json"
+    data = bytearray(shard.read_bytes())
+    if damage == "zeros":
+        shard.write_bytes(bytes(len(data)))
+    elif damage == "flip":
+        data[len(data) // 2] ^= 1
+        shard.write_bytes(data)
+    elif damage == "counts":
+        tree = json.loads(entry.read_bytes())
+        tree["label_counts"][0][1] += 1
+        entry.write_text(json.dumps(tree))
+    else:
+        entry.write_text("[" * 100_000)
+    pack(scan_folder(images), dest, settings())
+    assert contents(tmp_path) == reference
+
+
 def test_shards_of_a_packing_that_has_not_ended_are_no_set(images: Path, tmp_path: Path) -> None:
     dest = FolderDestination(tmp_path)
     stop_after(images, dest, 45)

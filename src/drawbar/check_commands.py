@@ -205,6 +205,7 @@ def stat_json(stats: SetStats) -> dict[str, Any]:
     percentiles = {f"p{percent}": stats.image_bytes_percentile(percent) for percent in (1, 10, 50, 90, 99)}
     return {
         "shards": stats.shards,
+        "missing_shards": stats.missing_shards,
         "records": stats.records,
         "bytes": stats.read_bytes,
         "record_bytes": stats.framed_bytes,
@@ -242,6 +243,8 @@ def _stat_lines(stats: SetStats) -> Iterator[str]:
     compressed = ", ".join(f"{count} {kind}" for kind, count in stats.compression.items() if kind != "none")
     per_shard = f", {stats.records / stats.shards:.0f} records a shard" if stats.shards else ""
     yield f"{stats.shards} shards, {stats.records} records, {stats.read_bytes / 1e6:.1f} MB{per_shard}"
+    if stats.missing_shards:
+        yield f"NOT WHOLE: {stats.missing_shards} shards are missing, by the numbers of the others"
     if compressed:
         yield f"compressed shards: {compressed}; {stats.framed_bytes / 1e6:.1f} MB of records"
     for reason, count in stats.faults.most_common(5):

@@ -285,6 +285,9 @@ def _explain(item: Any) -> str:
         for key in location[:-1]:
             section = section.model_fields[key].annotation  # type: ignore[assignment]
         known = list(section.model_fields)
+        elsewhere = [f"{part}.{location[-1]}" for part in Recipe.model_fields if location[-1] in _keys_of(part)]
+        if len(location) == 1 and elsewhere:
+            return f"unknown recipe key {name}; did you mean {' or '.join(elsewhere)}?"
         near = difflib.get_close_matches(location[-1], known, 1, 0.4)
         return f"unknown recipe key {name}" + (
             f"; did you mean {near[0]}?" if near else f" (known: {', '.join(known)})"
@@ -293,3 +296,8 @@ def _explain(item: Any) -> str:
         return (f"{name}: " if name else "") + str(item["ctx"]["error"])
     message = item["msg"][0].lower() + item["msg"][1:]
     return f"{name} is {item['input']!r}: {message}"
+
+
+def _keys_of(section: str) -> list[str]:
+    kind = Recipe.model_fields[section].annotation
+    return list(kind.model_fields) if isinstance(kind, type) and issubclass(kind, BaseModel) else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -25,7 +25,8 @@ PackDest = Annotated[str, typer.Argument(help="A folder, or s3://bucket/prefix."
 Split = Annotated[str, typer.Option(help="The shards' name prefix: train, validation.")]
 ShuffleSeed = Annotated[int, typer.Option(min=0, help="Of the shuffle.")]
 OnBadOption = Annotated[
-    str, typer.Option("--on-bad", help="Files that are no good JPEG: fix (re-encode as RGB JPEG), skip or fail.")
+    Literal["fix", "skip", "fail"],
+    typer.Option("--on-bad", help="Files that are no good JPEG: fix (re-encode as RGB JPEG), skip or fail."),
 ]
 Workers = Annotated[int, typer.Option(min=0, help="Worker processes; 0: one per core.")]
 Overwrite = Annotated[bool, typer.Option(help="Replace a set that is there.")]
@@ -58,9 +59,10 @@ def make_imagenet_like(
     json_out: JsonFlag = False,
 ) -> None:
     """Real JPEG files of ImageNet's shape: about 110 kB, around 500 x 375, learnable classes."""
-    from drawbar.pack_commands import PackOptions, make, make_shards
+    from drawbar.pack_commands import PackOptions, make, make_shards, refuse_files_in_store
 
     if shards is None:
+        refuse_files_in_store(dest)
         make(Path(dest), images=images, classes=classes, seed=seed, workers=workers, size=size, json_out=json_out)
         return
     options = PackOptions(
@@ -93,9 +95,10 @@ def make_coco_like(
     json_out: JsonFlag = False,
 ) -> None:
     """Scenes of several objects with boxes and masks, and their COCO annotation file."""
-    from drawbar.pack_commands import PackOptions, make_coco, make_coco_shards
+    from drawbar.pack_commands import PackOptions, make_coco, make_coco_shards, refuse_files_in_store
 
     if shards is None:
+        refuse_files_in_store(dest)
         make_coco(Path(dest), images=images, split=split, seed=seed, workers=workers, size=size, json_out=json_out)
         return
     options = PackOptions(
@@ -118,7 +121,7 @@ def make_coco_like(
 def pack_folder(
     source: Annotated[Path, typer.Argument(help="Folder of class sub-folders of images.")],
     dest: PackDest,
-    shards: Annotated[int, typer.Option(help="Number of shards.")] = 16,
+    shards: Annotated[int, typer.Option(min=1, max=99999, help="Number of shards.")] = 16,
     classes: Annotated[
         Path | None, typer.Option(help="File with a class folder per line, in label order.  [default: sorted names]")
     ] = None,
@@ -219,7 +222,7 @@ def pack_coco(
         typer.Argument(help="COCO's folder (annotations/ beside train2017/ or train2017.zip), or an annotation file."),
     ],
     dest: PackDest,
-    shards: Annotated[int, typer.Option(help="Number of shards.")] = 32,
+    shards: Annotated[int, typer.Option(min=1, max=99999, help="Number of shards.")] = 32,
     split: Split = "train",
     annotations: Annotated[
         Path | None, typer.Option(help="Annotation file.  [default: SRC/annotations/instances_SPLIT*.json]")
@@ -266,7 +269,8 @@ def check(
         float | None, typer.Option(min=0, max=1, help="Decode this share of the images, the same ones every time.")
     ] = None,
     schema: Annotated[
-        str, typer.Option(help="Keys to expect: auto, imagenet, coco; none checks the framing only.")
+        Literal["auto", "imagenet", "coco", "none"],
+        typer.Option(help="Keys to expect: auto, imagenet, coco; none checks the framing only."),
     ] = "auto",
     workers: Workers = 0,
     endpoint: Endpoint = None,

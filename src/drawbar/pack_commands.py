@@ -103,6 +103,14 @@ def make(
     _report(terminal, row, json_out, text)
 
 
+def refuse_files_in_store(dest: str) -> None:
+    """Raises InputError: single files go to a folder, an object store gets shards."""
+    if "://" in dest and not dest.startswith("file://"):
+        raise InputError(
+            f"{dest} is no folder for image files", hint="--shards N writes shards, to an object store too"
+        )
+
+
 def make_coco(
     dest: Path, *, images: int, split: str, seed: int, workers: int, size: int | None = None, json_out: bool = False
 ) -> None:

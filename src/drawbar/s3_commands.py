@@ -45,17 +45,22 @@ def status(directory: Path | None, json_out: bool) -> None:
         for process in found.processes:
             state = "answers" if process.answering else "alive, does not answer" if process.alive else "not running"
             print(f"{process.role:8} {process.endpoint or f'port {process.port}':24} pid {process.pid:<8} {state}")
-        print(f"{found.stored_bytes / 1e6:.1f} MB in {found.directory}" if found.processes else "no store there yet")
+        print(
+            f"{found.stored_bytes / 1e6:.1f} MB in {found.directory}"
+            if found.processes
+            else f"no store in {found.directory}"
+        )
     if not found.running:
         raise typer.Exit(3)
 
 
 def down(directory: Path | None, force: bool, json_out: bool) -> None:
-    stopped = embedded.down(directory or embedded.DEFAULT_DIRECTORY, force=force)
+    directory = directory or embedded.DEFAULT_DIRECTORY
+    stopped = embedded.down(directory, force=force)
     if json_out:
         _print({"stopped": stopped})
     else:
-        print("stopped" if stopped else "nothing was running")
+        print("stopped" if stopped else f"nothing was running in {directory}")
 
 
 def _print(row: Any) -> None:

@@ -160,7 +160,7 @@ def check_set(
         summary.faults += 1
         on_fault(fault)
 
-    found = _find(origin.open(), pattern, tell)
+    found = _find(origin.open(), origin.url, pattern, tell)
     summary.faulty_shards = summary.faults
     on_total(len(found.shards), sum(shard.size_bytes for shard in found.shards))
     rules = _rules(origin, found, schema, tell)
@@ -181,7 +181,7 @@ def check_set(
         counted_all &= report.whole and report.looked_at == report.records
         summary.faulty_shards += summary.faults > before
         _add(summary, report)
-    if found.manifest is not None and counted_all and rules.schema != "none":
+    if found.manifest is not None and counted_all and rules.label_ids is not None:
         for reason in _class_differences(summary.class_counts, found.manifest):
             tell(Fault(MANIFEST_NAME, None, None, reason))
     return summary
@@ -196,7 +196,7 @@ def _add(summary: CheckSummary, report: ShardReport) -> None:
     summary.class_counts.update(report.class_counts)
 
 
-def _find(place: Place, pattern: str, tell: OnFault) -> _Set:
+def _find(place: Place, shown: str, pattern: str, tell: OnFault) -> _Set:
     """Unlike `list_shards` it goes on without what is missing or of another size, and tells."""
     objects = objects_under(place.store, place.prefix)
     names = sorted(name for name in objects if looks_like_shard(name) and matches(name, pattern))
@@ -206,16 +206,22 @@ def _find(place: Place, pattern: str, tell: OnFault) -> _Set:
             manifest = load_manifest(place.store, place.prefix)
         except DataError as error:
             tell(Fault(MANIFEST_NAME, None, None, error.message.removeprefix(f"{join(place.prefix, MANIFEST_NAME)}: ")))
+        else:
+            if manifest.was_edited:
+                tell(Fault(MANIFEST_NAME, None, None, "changed after it was written: its sha256 does not fit"))
     if manifest is not None and not all(matches(entry.name, pattern) for entry in manifest.shards):
         manifest = None
     if manifest is None:
         if MANIFEST_NAME not in objects:
-            refuse_unfinished(place.store, place.prefix)
-        refuse_several_sets(names, place.prefix)
+            refuse_unfinished(place.store, place.prefix, shown)
+        refuse_several_sets(names, shown)
         if not names:
-            raise no_shards({name: size for name, (size, _) in objects.items()}, place.prefix, pattern)
+            raise no_shards({name: size for name, (size, _) in objects.items()}, shown, pattern)
         for name in missing_names(names):
             tell(Fault(name, None, None, "missing, by the numbers of the others"))
+        for name in names:
+            if objects[name][0] == 0:
+                tell(Fault(name, None, None, "empty: no record, as of a copy that failed"))
         return _Set([foreign_shard(place.prefix, name, *objects[name]) for name in names], {}, None)
     entries = {entry.name: entry for entry in manifest.shards}
     shards = []
@@ -255,14 +261,26 @@ def _rules(origin: Origin, found: _Set, choice: SchemaChoice, tell: OnFault) -> 
         schema = _guessed(origin, found.shards, tell)
     if manifest is None or schema != manifest.record_schema:
         return RecordRules(schema=schema, all_keys=False, label_ids=None)
-    return RecordRules(schema=schema, all_keys=True, label_ids=frozenset(label_ids(manifest)))
+    try:
+        ids = frozenset(label_ids(manifest))
+    except ValueError as error:
+        tell(Fault(MANIFEST_NAME, None, None, str(error)))
+        ids = frozenset()
+    return RecordRules(schema=schema, all_keys=True, label_ids=ids or None)
 
 
 def label_ids(manifest: Manifest) -> Sequence[int]:
-    """What the records call each class, in label order: 1..N, or COCO's category ids, which have gaps."""
+    """What the records call each class, in label order: 1..N, or COCO's category ids, which have gaps.
+
+    Raises ValueError for a map that is none."""
     category_map = manifest.notes.get("category_map")
     if manifest.record_schema == "coco" and isinstance(category_map, dict):
-        return [int(category) for category in sorted(category_map, key=lambda category: int(category_map[category]))]
+        labels = sorted((label, category) for category, label in category_map.items() if isinstance(label, int))
+        if [label for label, _ in labels] != list(range(1, manifest.num_classes + 1)):
+            raise ValueError(f"notes.category_map does not give each of 1..{manifest.num_classes} once")
+        if not all(category.isascii() and category.isdecimal() for _, category in labels):
+            raise ValueError("notes.category_map has keys that are no category ids")
+        return [int(category) for _, category in labels]
     return range(1, manifest.num_classes + 1)
 
 

@@ -30,7 +30,7 @@ def require_pycocotools() -> None:
         import pycocotools.mask  # noqa: F401
     except ImportError:
         raise EnvironmentUnfit(
-            "COCO's polygons need pycocotools, which is not installed", hint="pip install 'drawbar[coco]'"
+            "COCO's polygons need pycocotools, which is not installed", hint="pip install pycocotools"
         ) from None
 
 

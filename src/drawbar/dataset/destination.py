@@ -19,6 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import google_crc32c
 import obstore
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import MemoryStore, ObjectStore, S3Store
@@ -61,6 +62,9 @@ class Destination(Protocol):
     def get(self, name: str) -> bytes: ...
 
     def put(self, name: str, data: bytes) -> None: ...
+
+    def holds(self, name: str, crc32c: str) -> bool:
+        """Whether a finished shard still has this content. True without a look where the store vouches for that."""
 
     def delete(self, name: str) -> None:
         """No error where there is none."""
@@ -107,6 +111,13 @@ class FolderDestination:
 
     def put(self, name: str, data: bytes) -> None:
         self.write(name, iter([[data]]))
+
+    def holds(self, name: str, crc32c: str) -> bool:
+        found = 0
+        with (self.folder / name).open("rb") as file:
+            while chunk := file.read(_BLOCK_BYTES):
+                found = google_crc32c.extend(found, chunk)
+        return f"{found:08x}" == crc32c
 
     def delete(self, name: str) -> None:
         (self.folder / name).unlink(missing_ok=True)
@@ -173,6 +184,9 @@ class StoreDestination:
 
     def put(self, name: str, data: bytes) -> None:
         _tried(lambda: obstore.put(self.store, self._key(name), data, use_multipart=False))
+
+    def holds(self, name: str, crc32c: str) -> bool:
+        return True  # an object appears whole, and its store keeps checksums
 
     def delete(self, name: str) -> None:
         with suppress(FileNotFoundError):

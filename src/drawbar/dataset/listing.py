@@ -19,7 +19,11 @@ from obstore.store import ObjectStore
 from drawbar.dataset.manifest import CLAIM_NAME, MANIFEST_NAME, PARTS, Manifest, ShardEntry
 from drawbar.errors import DataError, InputError
 
-_NO_SHARD_SUFFIXES = (".json", ".txt", ".md", ".csv", ".html", ".idx", ".index", ".pbtxt", ".xml", ".log")
+_NO_SHARD_SUFFIXES = (
+    *(".json", ".txt", ".md", ".rst", ".csv", ".html", ".idx", ".index", ".pbtxt", ".xml", ".log", ".yaml", ".toml"),
+    *(".jpeg", ".jpg", ".png", ".gif", ".bmp", ".webp", ".tar", ".zip"),
+)
+_NO_SHARD_NAMES = ("readme", "license", "licence", "notice", "changelog")
 _MODIFIED = "modified "
 _NUMBERED = re.compile(r"(.*?)(\d+)-of-(\d+)(.*)")
 """`train-00003-of-00016`, `x.tfrecord-00003-of-00016`, `train-00003-of-00016.tfrecord`: as TensorFlow names shards."""
@@ -77,13 +81,18 @@ def split_pattern(url: str) -> tuple[str, str]:
 
 
 def list_shards(
-    store: ObjectStore, prefix: str, read: Callable[[str, int], bytes] | None = None, pattern: str = ""
+    store: ObjectStore,
+    prefix: str,
+    read: Callable[[str, int], bytes] | None = None,
+    pattern: str = "",
+    shown: str = "",
 ) -> Listing:
     """The shards directly under `prefix` (a whole path, without the last slash); folders below it are left out.
 
     With a manifest, exactly its shards. Without, every object whose name does not start with `.` or `_` and is not
     that of a text file; their record counts are unknown then. `pattern` (see `split_pattern`) picks some by name:
-    TensorFlow's converters write the training and the validation shards to one folder.
+    TensorFlow's converters write the training and the validation shards to one folder. `shown` is how messages name
+    the place.
 
     `read` gets an object by key and size; a run passes its counted reads, so that the manifest's bytes are counted too.
 
@@ -91,19 +100,21 @@ def list_shards(
     for shards that are missing or have another size than it says.
     """
     prefix = prefix.strip("/")
+    shown = shown or prefix or "/"
     objects = objects_under(store, prefix)
     sizes = {name: size for name, (size, _) in objects.items()}
     candidates = sorted(name for name in sizes if looks_like_shard(name) and matches(name, pattern))
     manifest = load_manifest(store, prefix, read, sizes[MANIFEST_NAME]) if MANIFEST_NAME in sizes else None
     if manifest is not None and all(matches(entry.name, pattern) for entry in manifest.shards):
+        manifest.refuse_edited(join(prefix, MANIFEST_NAME))
         shards = tuple(_checked(entry, objects, prefix) for entry in sorted(manifest.shards, key=lambda s: s.name))
     else:
         manifest = None
-        refuse_unfinished(store, prefix)
-        refuse_several_sets(candidates, prefix)
+        refuse_unfinished(store, prefix, shown)
+        refuse_several_sets(candidates, shown)
         shards = tuple(foreign_shard(prefix, name, *objects[name]) for name in candidates)
     if not shards:
-        raise no_shards(sizes, prefix, pattern)
+        raise no_shards(sizes, shown, pattern)
     known = {shard.name for shard in shards}
     ignored = tuple(name for name in candidates if name not in known)
     missing = () if manifest else missing_names(candidates)
@@ -133,23 +144,23 @@ def foreign_shard(prefix: str, name: str, size_bytes: int, version: str = "") ->
     )
 
 
-def no_shards(sizes: Mapping[str, int], prefix: str, pattern: str) -> InputError:
+def no_shards(sizes: Mapping[str, int], shown: str, pattern: str) -> InputError:
     return InputError(
-        f"no shards {pattern or ''}{' ' if pattern else ''}under {prefix or '/'!r}" + _what_is_there(sizes),
-        hint="data.url names the prefix that holds the shards themselves, such as s3://bucket/train",
+        f"no shards {pattern or ''}{' ' if pattern else ''}in {shown}" + _what_is_there(sizes),
+        hint="name the folder or prefix that holds the shards themselves; `drawbar data pack` makes shards of images",
     )
 
 
-def refuse_unfinished(store: ObjectStore, prefix: str) -> None:
+def refuse_unfinished(store: ObjectStore, prefix: str, shown: str) -> None:
     """Raises InputError where a packing has begun and not ended: its shards so far are no set."""
     if CLAIM_NAME in objects_under(store, join(prefix, PARTS)):
         raise InputError(
-            f"the packing of {prefix or 'this set'} is not finished",
+            f"the packing of {shown} is not finished",
             hint="give its `drawbar data pack` command again: it goes on with what is missing",
         )
 
 
-def refuse_several_sets(names: Sequence[str], prefix: str) -> None:
+def refuse_several_sets(names: Sequence[str], shown: str) -> None:
     """Raises InputError where names tell of several numbered sets: reading them as one would mix the splits."""
     sets: Counter[str] = Counter()
     for name in names:
@@ -159,7 +170,7 @@ def refuse_several_sets(names: Sequence[str], prefix: str) -> None:
     if len(sets) > 1:
         named = ", ".join(f"{name} ({count} shards)" for name, count in sorted(sets.items())[:4])
         raise InputError(
-            f"{len(sets)} sets under {prefix or '/'!r}: {named}",
+            f"{len(sets)} sets in {shown}: {named}",
             hint=f"end the URL with the names of one of them, such as /{min(sets)}",
         )
 
@@ -185,7 +196,8 @@ def load_manifest(
 
 
 def looks_like_shard(name: str) -> bool:
-    return not name.startswith((".", "_")) and not name.lower().endswith(_NO_SHARD_SUFFIXES)
+    lower = name.lower()
+    return not (lower.startswith((".", "_")) or lower in _NO_SHARD_NAMES or lower.endswith(_NO_SHARD_SUFFIXES))
 
 
 def matches(name: str, pattern: str) -> bool:

@@ -6,6 +6,7 @@ offset of each record, and so the plan for any number of ranks, without reading 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -85,6 +86,8 @@ class Manifest:
     """What was asked for: `fail`, `skip` or `fix`."""
     notes: Mapping[str, Any] = field(default_factory=dict)
     """What the source had to say: counts of boxes dropped, the map of categories."""
+    was_edited: bool = field(default=False, compare=False)
+    """As read: its digest is not that of what it says."""
 
     def __post_init__(self) -> None:
         if len(self.class_counts) != len(self.labels):
@@ -95,6 +98,9 @@ class Manifest:
             )
         if len({shard.name for shard in self.shards}) != len(self.shards):
             raise DataError("two shards have the same name")
+        stranger = next((shard.name for shard in self.shards if not shard.name.startswith(self.split)), None)
+        if stranger is not None:
+            raise DataError(f"split is {self.split!r}, but a shard's name is {stranger!r}")
 
     def bad_paths(self, action: Action) -> list[str]:
         return [item.path for item in self.bad if item.action == action]
@@ -130,28 +136,53 @@ class Manifest:
             "notes": dict(self.notes),
             "bad": [asdict(item) for item in self.bad],
         }
+        shard_trees = [asdict(shard) for shard in self.shards]
+        head["sha256"] = digest_of(head | {"shards": shard_trees})
         lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-        shards = ",\n".join(json.dumps(asdict(shard), separators=(",", ":")) for shard in self.shards)
+        shards = ",\n".join(json.dumps(tree, separators=(",", ":")) for tree in shard_trees)
         return "{\n" + ",\n".join([*lines, f'"shards": [\n{shards}\n]']) + "\n}\n"
 
     @classmethod
     def loads(cls, text: str | bytes, where: str = MANIFEST_NAME) -> Manifest:
-        """Raises DataError naming `where` for what is no manifest, is newer than this tool, or contradicts itself."""
+        """Raises DataError naming `where` for what is no manifest, is newer than this tool, or contradicts itself; see
+        `refuse_edited` for one that does not and yet was changed."""
         try:
-            tree = json.loads(text)
+            tree = json.loads(text, object_pairs_hook=_without_doubles)
         except (ValueError, UnicodeDecodeError, RecursionError) as error:
             raise DataError(f"{where} is no JSON: {error}") from None
-        if not isinstance(tree, dict) or not isinstance(tree.get("schema"), int):
+        schema = tree.get("schema") if isinstance(tree, dict) else None
+        if not isinstance(schema, int) or isinstance(schema, bool) or schema < 1:
             raise DataError(f"{where} is no manifest of Drawbar: it has no schema number")
-        if tree["schema"] > SCHEMA:
+        if schema > SCHEMA:
             raise DataError(
-                f"{where} has schema {tree['schema']}; this Drawbar reads up to {SCHEMA}",
+                f"{where} has schema {schema}; this Drawbar reads up to {SCHEMA}",
                 hint="use the Drawbar that packed the set, or a newer one",
             )
         try:
             return _from_tree(tree)
         except DataError as error:
             raise DataError(f"{where}: {error.message}") from None
+
+    def refuse_edited(self, where: str = MANIFEST_NAME) -> None:
+        """Raises DataError where it was changed after the packer had written it."""
+        if self.was_edited:
+            raise DataError(
+                f"{where} was changed after it was written: its sha256 is not that of its content",
+                hint="copy or pack the set again; `drawbar data check` looks at everything else",
+            )
+
+
+def digest_of(tree: Mapping[str, Any]) -> str:
+    """SHA-256 of everything but `sha256` itself, whatever the order of keys and the white space."""
+    content = {key: value for key, value in tree.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    tree = dict(pairs)
+    if len(tree) != len(pairs):
+        raise ValueError("a key stands there twice")
+    return tree
 
 
 def _from_tree(tree: Mapping[str, Any]) -> Manifest:
@@ -169,6 +200,8 @@ def _from_tree(tree: Mapping[str, Any]) -> Manifest:
         record_schema=_one_of(tree, "record_schema", get_args(RecordSchema), "imagenet"),
         on_bad=_one_of(tree, "on_bad", ("fail", "skip", "fix"), "skip"),
         notes=_get(tree, "notes", dict) if "notes" in tree else {},
+        # Those before it was kept have none.
+        was_edited="sha256" in tree and tree["sha256"] != digest_of(tree),
     )
     for key in ("num_classes", "num_records", "size_bytes"):
         announced = _get(tree, key, int)

@@ -117,7 +117,7 @@ def pack_share(
             existing = _existing(job, overwrite) if len(done) < len(mine) else None
         if existing is not None:
             # Where this rank's shards were there before, rank 0 may end, and clear what it goes by, at any moment.
-            return _kept(job, existing, launched)
+            return _kept(job, existing, launched, note)
         shards = _deal(items, settings, {name for name in mine if name not in done})
         counted = _Progress(progress, done, shards, len(items) if launched.size == 1 else 0)
         del items
@@ -181,6 +181,7 @@ def _existing(job: PackJob, overwrite: bool) -> Manifest | None:
         return None
     try:
         manifest = Manifest.loads(dest.get(MANIFEST_NAME))
+        manifest.refuse_edited()
     except DataError as error:
         if overwrite:
             return None
@@ -265,7 +266,7 @@ def _begin(job: PackJob, num_images: int, mine: Sequence[str], overwrite: bool, 
     """Makes the destination this packing's; returns what is done of `mine`. Raises InputError where it is another's."""
     if not _claim(job, num_images, overwrite):
         return {}
-    done = parts.finished(job.dest, mine, job.set_sha256, job.settings.on_bad)
+    done = parts.finished(job.dest, mine, job.set_sha256, job.settings.on_bad, look_inside=True)
     job.dest.drop_unfinished([name for name in mine if name not in done], note)
     return done
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from drawbar.dataset.destination import Destination
-from drawbar.dataset.manifest import CLAIM_NAME, PARTS, BadFile, ShardEntry, bad_file, shard_entry
+from drawbar.dataset.manifest import CLAIM_NAME, PARTS, BadFile, ShardEntry, bad_file, digest_of, shard_entry
 from drawbar.errors import DataError
 
 _READERS = 8
@@ -32,14 +32,16 @@ class PackedShard:
     set_sha256: str
 
     def dumps(self) -> bytes:
-        tree = asdict(self) | {"label_counts": sorted(self.label_counts.items())}
-        return json.dumps(tree, separators=(",", ":")).encode()
+        tree = asdict(self) | {"label_counts": [list(item) for item in sorted(self.label_counts.items())]}
+        return json.dumps(tree | {"sha256": digest_of(tree)}, separators=(",", ":")).encode()
 
     @classmethod
     def loads(cls, text: bytes) -> PackedShard:
         """Raises DataError for what is no entry."""
         try:
             tree = json.loads(text)
+            if tree["sha256"] != digest_of(tree):
+                raise ValueError("its sha256 is not that of its content")
             return cls(
                 entry=shard_entry(tree["entry"]),
                 label_counts={int(label): int(count) for label, count in tree["label_counts"]},
@@ -47,7 +49,7 @@ class PackedShard:
                 on_bad=str(tree["on_bad"]),
                 set_sha256=str(tree["set_sha256"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise DataError(f"no entry of a shard: {error}") from None
 
     def fits(self, set_sha256: str, on_bad: str, size_bytes: int | None) -> bool:
@@ -71,13 +73,16 @@ def claimed(dest: Destination) -> Mapping[str, Any] | None:
         return None
     try:
         tree = json.loads(dest.get(f"{PARTS}/{CLAIM_NAME}"))
-    except ValueError:
+    except (RecursionError, ValueError):
         return {}
     return tree if isinstance(tree, dict) else {}
 
 
-def finished(dest: Destination, shards: Sequence[str], set_sha256: str, on_bad: str) -> dict[str, PackedShard]:
-    """Of these shards, those that need no packing any more."""
+def finished(
+    dest: Destination, shards: Sequence[str], set_sha256: str, on_bad: str, *, look_inside: bool = False
+) -> dict[str, PackedShard]:
+    """Of these shards, those that need no packing any more. `look_inside` also reads those whose destination does not
+    vouch for their content: files, of which a power failure leaves the size and not always the bytes."""
     # Entries first: a shard listed after its entry is the one that the entry tells of.
     there = dest.sizes(PARTS)
     sizes = dest.sizes()
@@ -90,7 +95,9 @@ def finished(dest: Destination, shards: Sequence[str], set_sha256: str, on_bad: 
                 packed = PackedShard.loads(text)
             except DataError:
                 continue
-            if packed.entry.name == name and packed.fits(set_sha256, on_bad, sizes.get(name)):
+            if packed.entry.name != name or not packed.fits(set_sha256, on_bad, sizes.get(name)):
+                continue
+            if not look_inside or dest.holds(name, packed.entry.crc32c):
                 found[name] = packed
     return found
 

@@ -32,6 +32,8 @@ class SetStats:
     """Sums and counts that can be added up, shard by shard. Bounded, whatever the size of the set."""
 
     shards: int = 0
+    missing_shards: int = 0
+    """By the numbers in the others' names."""
     records: int = 0
     read_bytes: int = 0
     """As stored."""
@@ -130,9 +132,9 @@ def stat_set(
     `pattern` and `on_total`: see `check.check_set`. Raises InputError where there is no set, or several in one place.
     """
     place = origin.open()
-    listing = list_shards(place.store, place.prefix, pattern=pattern)
+    listing = list_shards(place.store, place.prefix, pattern=pattern, shown=origin.url)
     on_total(len(listing.shards), listing.size_bytes)
-    stats = SetStats()
+    stats = SetStats(missing_shards=len(listing.missing))
     for shard in each_shard(origin, listing.shards, stat_shard, workers, progress):
         stats.add(shard)
     return stats

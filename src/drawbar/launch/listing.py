@@ -18,7 +18,7 @@ def list_place(place: Place, url: str, read: Callable[[str, int], bytes] | None 
     """Raises InputError, EnvironmentUnfit, DataError, or RunFailed after the last try."""
     for attempt in range(1, _TRIES + 1):
         try:
-            return list_shards(place.store, place.prefix, read, pattern)
+            return list_shards(place.store, place.prefix, read, pattern, shown=url)
         except DrawbarError:
             raise
         except Exception as error:

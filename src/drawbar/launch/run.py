@@ -22,6 +22,7 @@ from drawbar.config import Recipe
 from drawbar.config import Storage as StorageSettings
 from drawbar.dataset.index import INDEX_NAME, INDEX_VARIABLE, ShardIndex, find_or_scan
 from drawbar.dataset.listing import Listing, split_pattern
+from drawbar.dataset.manifest import Manifest
 from drawbar.errors import DrawbarError, EnvironmentUnfit, InputError, Interrupted, RunFailed
 from drawbar.input.plan import check_plan
 from drawbar.journal import Cache, Clock, DataSet, Error, JournalWriter, Request, RunEnd, RunStart, Step, Witness
@@ -165,6 +166,8 @@ def check_storage(recipe: Recipe, status: Callable[[str], None] = lambda text: N
         return Storage(endpoints=[], credentials=None, store=None, listing=None)
     found = _find_storage(recipe)
     assert found.listing is not None  # noqa: S101
+    if found.listing.manifest is not None:
+        _check_fits(recipe, found.listing.manifest)
     if found.listing.manifest is None and len(found.listing.shards) < recipe.launch.ranks:
         status("indexing the shards: they have no manifest, and ranks must share them")
         index = _index(recipe, found)
@@ -173,6 +176,21 @@ def check_storage(recipe: Recipe, status: Callable[[str], None] = lambda text: N
     assert found.listing is not None  # noqa: S101
     check_plan(found.listing.shards, world_size=recipe.launch.ranks, batch_size=recipe.train.batch_size)
     return found
+
+
+def _check_fits(recipe: Recipe, manifest: Manifest) -> None:
+    """Says before ranks are started what each record would say in them."""
+    url = recipe.data.url
+    if manifest.record_schema != "imagenet":
+        raise InputError(
+            f"{url} holds records for object detection; model {recipe.model.name} needs one label an image",
+            hint="a set of `drawbar data pack imagenet` or `folder`",
+        )
+    if manifest.num_classes > recipe.data.num_classes:
+        raise InputError(
+            f"the set has {manifest.num_classes} classes, data.num_classes is {recipe.data.num_classes}",
+            hint=f"--set data.num_classes={manifest.num_classes}",
+        )
 
 
 def _find_storage(recipe: Recipe) -> Storage:

