@@ -30,8 +30,11 @@ from drawbar.dataset.example import parse_image_example
 from drawbar.dataset.listing import ShardInfo
 from drawbar.dataset.tfrecord import FRAME_BYTES, RecordSplitter, compression_of
 from drawbar.errors import DataError, RunFailed
-from drawbar.input.augment import Pixels, record_rng, train_image
+from drawbar.input.augment import RecordRandom
+from drawbar.input.decode import BadImage
+from drawbar.input.libjpeg import Pixels
 from drawbar.input.plan import Chunk, Span, chunks, plan_epoch
+from drawbar.input.sample import SampleMaker
 from drawbar.journal import InputTotals
 from drawbar.storage.stores import CountedReader
 
@@ -92,12 +95,14 @@ class Loader:
         input: Input,
         storage: Storage,
         decode_threads: int,
+        samples: SampleMaker | None = None,
         allocate: Callable[[tuple[int, ...]], Pixels] = lambda shape: np.empty(shape, np.uint8),
     ) -> None:
-        """`allocate` makes the pixel buffers (pinned memory on a GPU host)."""
+        """`samples` makes pixels (by default as `input` says); `allocate` their buffers (pinned on a GPU host)."""
         self._plan, self._reader = plan, reader
         self._batch_size, self._num_classes = batch_size, num_classes
         self._input, self._storage = input, storage
+        self._samples = samples or SampleMaker(input)
         shape = (batch_size, input.image_size, input.image_size, 3)
         self._buffers: queue.SimpleQueue[Pixels | None] = queue.SimpleQueue()
         for _ in range(input.prefetch_batches + 2):
@@ -292,6 +297,7 @@ class Loader:
     def _decode(self, record: Record, out: Pixels, label: npt.NDArray[np.int64]) -> None:
         try:
             example = parse_image_example(record.payload)
+            boxes = example.boxes if self._samples.wants_boxes else ()
         except DataError as error:
             raise DataError(f"{record.key} at byte {record.offset}: {error.message}") from None
         if not 1 <= example.label <= self._num_classes:
@@ -299,10 +305,10 @@ class Loader:
                 f"{record.key} at byte {record.offset}: label {example.label} is out of range 1..{self._num_classes}",
                 hint="set data.num_classes to the number of classes of this set",
             )
-        rng = record_rng(self._input.seed, record.epoch, record.shard, record.offset)
+        draws = RecordRandom(self._input.seed, record.epoch, record.shard, record.offset)
         try:
-            train_image(example.encoded, rng, out)
-        except ValueError as error:
+            self._samples.train(example.encoded, draws, out, boxes)
+        except BadImage as error:
             raise DataError(f"{record.key} at byte {record.offset}: cannot decode image: {error}") from None
         label[0] = example.label - 1
         with self._count_lock:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -12,8 +13,9 @@ import torch
 from drawbar.config import Recipe
 from drawbar.dataset.index import INDEX_VARIABLE, ShardIndex
 from drawbar.dataset.listing import split_pattern
-from drawbar.input.augment import Pixels
+from drawbar.input.libjpeg import Pixels
 from drawbar.input.loader import Loader, ReadPlan
+from drawbar.input.sample import SampleMaker
 from drawbar.journal import InputTotals, JournalWriter
 from drawbar.launch.environment import EMBEDDED_ENDPOINTS
 from drawbar.launch.listing import list_place
@@ -26,6 +28,8 @@ from drawbar.world import World
 class Feed(Protocol):
     endpoint: str
     dataset_sha256: str
+    decoding: dict[str, Any] | None
+    """How images are decoded, `input.decode.Decoding`; None where nothing is."""
 
     def start(self) -> None:
         """Begins reading."""
@@ -46,6 +50,7 @@ class ConstantFeed:
 
     endpoint = ""
     dataset_sha256 = "constant"
+    decoding = None
 
     def __init__(self, recipe: Recipe) -> None:
         rng = np.random.default_rng(recipe.input.seed)
@@ -103,6 +108,8 @@ class DataFeed:
         if index:
             self._listing = ShardIndex.load(Path(index)).apply(self._listing)
         self._loader: Loader | None = None
+        self._samples = SampleMaker(recipe.input)
+        self.decoding: dict[str, Any] | None = asdict(self._samples.decoding)
         self.endpoint = place.endpoint
         self.dataset_sha256 = self._listing.sha256
 
@@ -121,6 +128,7 @@ class DataFeed:
             num_classes=recipe.data.num_classes,
             input=recipe.input,
             storage=recipe.storage,
+            samples=self._samples,
             decode_threads=self._decoders,
             allocate=self._allocate,
         )
