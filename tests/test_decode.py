@@ -21,7 +21,7 @@ from drawbar.dataset.picture import make_picture
 from drawbar.errors import EnvironmentUnfit
 from drawbar.input import libjpeg
 from drawbar.input.augment import RecordRandom, eval_placement, random_crop
-from drawbar.input.decode import BadImage, ImageDecoder, Placement, resize_opencv
+from drawbar.input.image_decoder import BadImage, ImageDecoder, Placement, resize_opencv
 from drawbar.input.libjpeg import FAST_DCT, FAST_UPSAMPLING, SCALED_DCT, Pixels, View, Window
 from drawbar.input.sample import SampleMaker
 

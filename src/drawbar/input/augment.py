@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from drawbar.dataset.example import Box
-from drawbar.input.decode import Placement
+from drawbar.input.image_decoder import Placement
 from drawbar.input.libjpeg import View, Window
 
 MIN_COVERED = 0.1

@@ -31,7 +31,7 @@ from drawbar.dataset.listing import ShardInfo
 from drawbar.dataset.tfrecord import FRAME_BYTES, RecordSplitter, compression_of
 from drawbar.errors import DataError, RunFailed
 from drawbar.input.augment import RecordRandom
-from drawbar.input.decode import BadImage
+from drawbar.input.image_decoder import BadImage
 from drawbar.input.libjpeg import Pixels
 from drawbar.input.plan import Chunk, Span, chunks, plan_epoch
 from drawbar.input.sample import SampleMaker

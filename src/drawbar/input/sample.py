@@ -8,8 +8,8 @@ from functools import partial
 from drawbar.config import Input
 from drawbar.dataset.example import Box
 from drawbar.input.augment import EvalRule, RecordRandom, eval_placement, train_placement
-from drawbar.input.decode import Encoded, ImageDecoder
 from drawbar.input.distort import distort_colours
+from drawbar.input.image_decoder import Encoded, ImageDecoder
 from drawbar.input.libjpeg import Pixels
 
 

@@ -29,7 +29,7 @@ class Feed(Protocol):
     endpoint: str
     dataset_sha256: str
     decoding: dict[str, Any] | None
-    """How images are decoded, `input.decode.Decoding`; None where nothing is."""
+    """How images are decoded, `input.image_decoder.Decoding`; None where nothing is."""
 
     def start(self) -> None:
         """Begins reading."""
@@ -50,7 +50,7 @@ class ConstantFeed:
 
     endpoint = ""
     dataset_sha256 = "constant"
-    decoding = None
+    decoding: dict[str, Any] | None = None
 
     def __init__(self, recipe: Recipe) -> None:
         rng = np.random.default_rng(recipe.input.seed)
