@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -83,9 +83,7 @@ class Contender:
 
     def cpu_s(self) -> float:
         process = psutil.Process(self.process.pid)
-        return sum(
-            one.cpu_times().user + one.cpu_times().system for one in [process, *process.children(recursive=True)]
-        )
+        return spent_cpu_s([process, *process.children(recursive=True)])
 
     def measure(self, images: int) -> None:
         before_s = self.cpu_s()
@@ -94,7 +92,7 @@ class Contender:
 
     @property
     def rate(self) -> float:
-        return median(self.rates)
+        return float(median(self.rates))
 
 
 @contextmanager
@@ -267,7 +265,7 @@ def measure_local(bench: Bench, rounds: int, images: int, region: bool) -> tuple
 
 
 @contextmanager
-def _all(openers: list[Callable[[], Any]]) -> Iterator[list[Contender]]:
+def _all(openers: Sequence[Callable[[], Any]]) -> Iterator[list[Contender]]:
     """All children at once: idle ones wait for a line, and take no CPU."""
     if not openers:
         yield []
