@@ -32,7 +32,7 @@ from input_contenders import BATCH_SIZE, CHECKED_IMAGES, THREADS, UNTIMED_BATCHE
 from drawbar.config import Recipe, load_recipe
 from drawbar.input import libjpeg
 from drawbar.input.image_decoder import ImageDecoder
-from drawbar.input.libjpeg import FAST_DCT, FAST_UPSAMPLING, SCALED_DCT, Pixels, Window
+from drawbar.input.libjpeg import FAST_DCT, FAST_UPSAMPLING, Pixels, Window
 from drawbar.journal import JournalWriter
 from drawbar.world import World
 
@@ -118,7 +118,7 @@ def limit(plan: Plan, recipe: Recipe) -> None:
         position += count
         list(pool.map(region if decoding.decoder == "region" else full, parts))
 
-    scaled = " (scaled DCT, where a window allows it, is left out here)" if decoding.scaled_dct & SCALED_DCT else ""
+    scaled = " (scaled DCT, where a window allows it, is left out here)" if decoding.scaled_dct else ""
     answer(take, f"decoding alone, {decoding.decoder}{scaled}")
 
 

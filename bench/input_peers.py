@@ -298,6 +298,9 @@ def measure_s3(bench: Bench, rounds: int, images: int, decoder: str, local_cpu_s
             "AWS_ACCESS_KEY_ID": store.access_key_id,
             "AWS_SECRET_ACCESS_KEY": store.secret_access_key,
             "AWS_REGION": "us-east-1",
+            # For the clients that look for it.
+            "AWS_ENDPOINT_URL": store.endpoints[0],
+            "AWS_ALLOW_HTTP": "true",
         }
         path, found = recipe(bench.folder, "read", "s3://bench/set", "full")
         command = [sys.executable, str(REPOSITORY / "bench/input_drawbar.py"), "read", str(bench.plan_path), str(path)]
