@@ -1,7 +1,7 @@
 """The region decoder: binding of `region_decode.c`, and the libjpeg-turbo it uses.
 
 `hatch_build.py` compiles the library at installation where there is a C compiler. A `RegionDecoder` belongs to one
-thread; its calls let go of the GIL. Without the library, `open_region_decoder` says why in one line.
+thread; while it decodes it lets go of the GIL. Without the library, `open_region_decoder` says why in one line.
 """
 
 from __future__ import annotations
@@ -71,13 +71,16 @@ def _library() -> ctypes.CDLL:
         raise Unavailable(f"{LIBRARY.name} cannot be used: {error}") from None
     if found != _INTERFACE:
         raise Unavailable(f"{LIBRARY.name} is of another version of Drawbar: install again")
+    # The header takes 3 us: keeping the GIL costs less than another thread's turn, which may last 5 ms.
+    header = ctypes.PyDLL(str(LIBRARY)).drawbar_jpeg_header
+    header.restype, header.argtypes = ctypes.c_int, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    library.header = header  # type: ignore[attr-defined]
     pointer, number, text = ctypes.c_void_p, ctypes.c_int32, ctypes.c_char_p
     for name, result, arguments in (
         ("new", pointer, [text, text]),
         ("free", None, [pointer]),
         ("message", text, [pointer]),
         ("path", text, [pointer]),
-        ("header", ctypes.c_int, [pointer, pointer, ctypes.c_size_t, pointer]),
         ("window", ctypes.c_int, [pointer, pointer, ctypes.c_int, pointer]),
         ("sample", ctypes.c_int, [pointer, pointer, pointer, ctypes.c_int, pointer, number, number, ctypes.c_int]),
     ):
@@ -134,7 +137,7 @@ class RegionDecoder:
         Raises ValueError for what is none.
         """
         size = self._size
-        if self._library.drawbar_jpeg_header(self._handle, _address(encoded), encoded.nbytes, ctypes.byref(size)):
+        if self._library.header(self._handle, _address(encoded), encoded.nbytes, ctypes.byref(size)):
             raise ValueError(self._message())
         return size.height, size.width, size.components
 
