@@ -71,6 +71,9 @@ class FaultProxy:
         self._lock = threading.Lock()
         self._ending = threading.Event()
         self.requests = 0
+        self.spare_rereads = False
+        """A range that ends where an earlier one did is left alone."""
+        self._asked: set[tuple[str, str]] = set()
         self.served_bytes = 0
         self.faults: Counter[str] = Counter()
         self._server: _Server | None = None
@@ -100,9 +103,14 @@ class FaultProxy:
             server.server_close()
             server.reset_all()
 
-    def decide(self, path: str) -> Fault | None:
+    def decide(self, path: str, wanted: str = "") -> Fault | None:
+        """`wanted` is the Range header."""
+        asked = (path, wanted.rpartition("-")[2])
         with self._lock:
             self.requests += 1
+            if self.spare_rereads and asked in self._asked:
+                return None
+            self._asked.add(asked)
             fault = self.rule(self.requests, path)
             if fault:
                 self.faults[fault] += 1
@@ -178,7 +186,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         proxy = self.server.proxy
         # A client with an HTTP proxy sends the whole address.
         path = "/" + self.path.split("/", 3)[3] if self.path.startswith("http://") else self.path
-        fault = proxy.decide(path)
+        fault = proxy.decide(path, self.headers.get("Range", ""))
         if fault == "hang":
             proxy.wait(HANG_S)
             self.close_connection = True

@@ -170,6 +170,8 @@ def test_without_faults_every_policy_reads_every_record_once(packed: Set, policy
 def test_one_spoiled_answer_in_nine_costs_no_record(packed: Set, fault: Fault, num_endpoints: int) -> None:
     with proxies(packed, num_endpoints) as doors:
         doors[0].rule = every(9, fault)
+        # With one endpoint a body is read again from the one that spoiled it: a second time would end the run.
+        doors[0].spare_rereads = fault == "flip" and num_endpoints == 1
         with reading(packed, [door.endpoint for door in doors]) as run:
             run.take(2 * BATCHES_AN_EPOCH)
             run.check_every_record_came_once(packed)

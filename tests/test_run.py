@@ -19,6 +19,7 @@ from drawbar.dataset.folder import scan_folder
 from drawbar.dataset.pack import pack
 from drawbar.dataset.shard_writer import PackSettings
 from drawbar.dataset.synthetic import make_imagenet_like
+from drawbar.input import libjpeg
 from drawbar.journal import (
     Cache,
     Clock,
@@ -260,6 +261,15 @@ def test_the_environment_says_which_allocator_settings_a_rank_had(journal: RunJo
         assert environment["allocator"]["MALLOC_MMAP_MAX_"] == "0"
         assert environment["precision"] in ("fp32", "bf16")
         assert environment["compute_threads"] >= 1
+
+
+def test_the_environment_says_how_images_were_decoded(journal: RunJournal) -> None:
+    for rank in journal.ranks:
+        decoding = rank.first(RunStart).environment["decoding"]  # type: ignore[union-attr]
+        assert decoding["decoder"] == ("region" if libjpeg.LIBRARY.exists() else "full")
+        assert "libjpeg-turbo" in decoding["library"]
+        assert decoding["fast_dct"] is True
+        assert bool(decoding["note"]) == (decoding["decoder"] == "full")
 
 
 def test_making_the_result_again_from_the_journal_changes_nothing(sound: tuple[Path, Finished]) -> None:

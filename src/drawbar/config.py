@@ -130,6 +130,16 @@ class Input(Section):
     batch, repeated; nothing is read or decoded. The result says so."""
     image_size: int = Field(default=224, ge=8, le=4096)
     """Pixels of the square crop."""
+    decoder: Literal["auto", "region", "full"] = "auto"
+    """`region`: only the crop window is decoded; `full`: the whole image is; `auto`: region where it was built, and the
+    result says which. Equal pixels, but for `fast` decoding at a fraction of the size, which only `region` does."""
+    decode: Literal["fast", "exact"] = "fast"
+    """`fast`: fast integer DCT, chroma repeated instead of interpolated, 1/2, 1/4 or 1/8 of the size for windows at
+    least that many times larger than the crop; `exact`: none of them, as MLPerf-style runs want."""
+    crop_boxes: Literal["image", "objects"] = "image"
+    """What a training crop must cover a tenth of: the image, or one of the record's object boxes if it has any."""
+    distortions: bool = False
+    """Random brightness, saturation, hue and contrast, as tf_cnn_benchmarks has them."""
     decode_threads: int = Field(default=0, ge=0, le=1024)
     """Per rank; 0: one per core that the ranks' compute threads leave free, at least 1."""
     prefetch_batches: int = Field(default=2, ge=1, le=64)

@@ -45,13 +45,13 @@ def _decode_jpeg(data: bytes, reason: str, max_pixels: int) -> Any:
         raise DataError(reason)
     try:
         if header.components == 4:
-            return _rgb(simplejpeg.decode_jpeg(data, "CMYK"), inverted=header.adobe_transform is not None)
+            return cmyk_to_rgb(simplejpeg.decode_jpeg(data, "CMYK"), inverted=header.adobe_transform is not None)
         return simplejpeg.decode_jpeg(data, "RGB")
     except ValueError as error:
         raise DataError(f"{reason}; cannot be decoded: {error}") from None
 
 
-def _rgb(cmyk: Any, *, inverted: bool) -> Any:
+def cmyk_to_rgb(cmyk: Any, *, inverted: bool) -> Any:
     """The conversion of TensorFlow's decoder: (1 - ink) (1 - black), with Adobe's files storing 1 - ink already."""
     import numpy as np
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drawbar.dataset.tfrecord import FRAME_BYTES
-from drawbar.input.augment import Pixels
+from drawbar.input.libjpeg import Pixels
 
 
 @dataclass(kw_only=True, slots=True)

@@ -12,8 +12,11 @@ import numpy.typing as npt
 
 from drawbar.dataset.example import parse_image_example
 from drawbar.errors import DataError
-from drawbar.input.augment import Pixels, record_rng, train_image
+from drawbar.input.augment import RecordRandom
 from drawbar.input.batch import Batch, Record
+from drawbar.input.image_decoder import BadImage
+from drawbar.input.libjpeg import Pixels
+from drawbar.input.sample import SampleMaker
 from drawbar.input.stages import Stage
 
 _MAX_GROUP = 8
@@ -25,9 +28,16 @@ class DecodePool:
     """Decodes whole batches in threads that hold no lock and no GIL while they decode."""
 
     def __init__(
-        self, threads: int, *, num_classes: int, seed: int, downstream: Callable[[], float] = lambda: 0.0
+        self,
+        threads: int,
+        samples: SampleMaker,
+        *,
+        num_classes: int,
+        seed: int,
+        downstream: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """`downstream`: seconds so far in which nothing could be given to the pool because its output was full."""
+        self._samples = samples
         self._num_classes, self._seed, self._downstream = num_classes, seed, downstream
         self._tasks: queue.SimpleQueue[tuple[Batch, int, int] | None] = queue.SimpleQueue()
         self._stop = threading.Event()
@@ -90,6 +100,7 @@ class DecodePool:
     def _decode(self, record: Record, out: Pixels, label: npt.NDArray[np.int64]) -> None:
         try:
             example = parse_image_example(record.payload)
+            boxes = example.boxes if self._samples.wants_boxes else ()
         except DataError as error:
             raise DataError(f"{record.key} at byte {record.offset}: {error.message}") from None
         if not 1 <= example.label <= self._num_classes:
@@ -97,9 +108,9 @@ class DecodePool:
                 f"{record.key} at byte {record.offset}: label {example.label} is out of range 1..{self._num_classes}",
                 hint="set data.num_classes to the number of classes of this set",
             )
-        rng = record_rng(self._seed, record.epoch, record.shard, record.offset)
+        draws = RecordRandom(self._seed, record.epoch, record.shard, record.offset)
         try:
-            train_image(example.encoded, rng, out)
-        except ValueError as error:
+            self._samples.train(example.encoded, draws, out, boxes)
+        except BadImage as error:
             raise DataError(f"{record.key} at byte {record.offset}: cannot decode image: {error}") from None
         label[0] = example.label - 1

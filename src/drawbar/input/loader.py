@@ -25,13 +25,14 @@ import numpy as np
 
 from drawbar.config import Input, Storage
 from drawbar.errors import RunFailed
-from drawbar.input.augment import Pixels
 from drawbar.input.batch import Batch, Record
 from drawbar.input.decode import DecodePool
 from drawbar.input.fetch import Fetcher, Stopped
+from drawbar.input.libjpeg import Pixels
 from drawbar.input.plan import PlanState
 from drawbar.input.reading import Reading
 from drawbar.input.records import RecordReader
+from drawbar.input.sample import SampleMaker
 from drawbar.input.sources import ReadPlan, in_turn, open_sources
 from drawbar.input.stages import Blocked, Stage
 from drawbar.journal import InputReport, InputStage, InputTotals
@@ -52,6 +53,7 @@ class Loader:
         input: Input,
         storage: Storage,
         decode_threads: int,
+        samples: SampleMaker | None = None,
         allocate: Callable[[tuple[int, ...]], Pixels] = lambda shape: np.empty(shape, np.uint8),
     ) -> None:
         """`allocate` makes the pixel buffers (pinned memory on a GPU host). Raises InputError for a `plan.state` that
@@ -73,7 +75,11 @@ class Loader:
         groups = self._sources.groups(self._records, lambda: self._reading.request_bytes)
         self._fetcher = Fetcher(reader, self._reading, groups)
         self._pool = DecodePool(
-            decode_threads, num_classes=num_classes, seed=input.seed, downstream=self._blocked.total_s
+            decode_threads,
+            samples or SampleMaker(input),
+            num_classes=num_classes,
+            seed=input.seed,
+            downstream=self._blocked.total_s,
         )
         self._shuffle = Stage(name="shuffle", queue_capacity=-(-input.shuffle_buffer // plan.world_size))
         self._batch = Stage(name="batch", queue_capacity=input.prefetch_batches)

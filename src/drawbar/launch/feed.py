@@ -14,9 +14,10 @@ import torch
 from drawbar.config import Recipe
 from drawbar.dataset.index import INDEX_VARIABLE, ShardIndex
 from drawbar.dataset.listing import split_pattern
-from drawbar.input.augment import Pixels
+from drawbar.input.libjpeg import Pixels
 from drawbar.input.loader import Loader, ReadPlan
 from drawbar.input.memory import MemoryReader
+from drawbar.input.sample import SampleMaker
 from drawbar.journal import Event, InputTotals
 from drawbar.launch.environment import EMBEDDED_ENDPOINTS
 from drawbar.launch.listing import list_place
@@ -34,6 +35,8 @@ _SAMPLE_BYTES = 8 << 20
 class Feed(Protocol):
     endpoint: str
     dataset_sha256: str
+    decoding: dict[str, Any] | None
+    """How images are decoded, `input.image_decoder.Decoding`; None where nothing is."""
     storage: dict[str, Any]
     """What the store is talked to with, environment and defaults included; no secret."""
 
@@ -60,6 +63,7 @@ class ConstantFeed:
 
     endpoint = ""
     dataset_sha256 = "constant"
+    decoding: dict[str, Any] | None = None
     storage: dict[str, Any] = {}  # noqa: RUF012 (an instance never changes it)
 
     def __init__(self, recipe: Recipe) -> None:
@@ -123,6 +127,8 @@ class DataFeed:
         index = os.environ.get(INDEX_VARIABLE)
         if index:
             self._listing = ShardIndex.load(Path(index)).apply(self._listing)
+        self._samples = SampleMaker(recipe.input)
+        self.decoding: dict[str, Any] | None = dataclasses.asdict(self._samples.decoding)
         self._loader: Loader | None = None
         self.endpoint = self._reader.home.endpoint if recipe.storage.policy == "rank" or not on_s3 else ""
         self.dataset_sha256 = self._listing.sha256
@@ -159,6 +165,7 @@ class DataFeed:
             num_classes=recipe.data.num_classes,
             input=recipe.input,
             storage=recipe.storage,
+            samples=self._samples,
             decode_threads=self._decoders,
             allocate=self._allocate,
         )

@@ -94,7 +94,8 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
             recipe_sha256=recipe.sha256(),
             dataset_sha256=feed.dataset_sha256,
             endpoint=feed.endpoint,
-            environment=describe(str(device), precision, threads, decoders) | {"storage": feed.storage},
+            environment=describe(str(device), precision, threads, decoders)
+            | {"decoding": feed.decoding, "storage": feed.storage},
         )
     )
 

@@ -24,6 +24,7 @@ from drawbar.input.device import device_of_rank
 from drawbar.input.fetch import Fetcher
 from drawbar.input.reading import Reading
 from drawbar.input.records import RecordReader
+from drawbar.input.sample import SampleMaker
 from drawbar.input.sources import in_turn, open_sources
 from drawbar.journal import Event
 from drawbar.launch.environment import decode_threads, threads_per_rank
@@ -141,7 +142,10 @@ def decode(rank: Rank) -> Measure:
     fetcher.close()
 
     def measure(seconds: float) -> Passed:
-        pool = DecodePool(rank.decode_threads, num_classes=rank.recipe.data.num_classes, seed=rank.recipe.input.seed)
+        settings = rank.recipe.input
+        pool = DecodePool(
+            rank.decode_threads, SampleMaker(settings), num_classes=rank.recipe.data.num_classes, seed=settings.seed
+        )
         side = rank.recipe.input.image_size
         buffers = itertools.cycle([np.empty((size, side, side, 3), np.uint8) for _ in range(4)])
         source: Iterator[Record] = itertools.cycle(records)
