@@ -124,7 +124,7 @@ def reading(packed: Set, endpoints: list[str], **settings: Any) -> Iterator[Read
     places = [open_place(URL, endpoint, packed.credentials, storage) for endpoint in endpoints]
     reader = CountedReader(places, storage, requests.append, changes.append)
     shards = list_shards(packed.place.store, packed.place.prefix).shards
-    input = Input(image_size=32, shuffle_buffer=0)
+    input = Input(image_size=32, shuffle_buffer=0, lanes=1)
     loader = Loader(
         ReadPlan(shards=shards, rank=0, world_size=1, batch_size=BATCH),
         reader,
@@ -184,7 +184,8 @@ def test_one_spoiled_answer_in_nine_costs_no_record(packed: Set, fault: Fault, n
                 assert spoiled - 4 <= len(run.change("corrupt")) <= spoiled
                 assert set(run.change("corrupt")) == {doors[0].endpoint}
                 again = [request.endpoint for request in run.requests if request.reread]
-                assert len(again) == len(run.change("corrupt"))
+                # The last may be noticed while the loader is being closed, and is not read again then.
+                assert len(run.change("corrupt")) - 1 <= len(again) <= len(run.change("corrupt"))
                 assert set(again) == {doors[-1].endpoint}
             else:
                 assert len(run.errors()) == spoiled
