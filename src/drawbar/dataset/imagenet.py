@@ -65,8 +65,7 @@ def scan_imagenet(source: Path, files: ImageNetFiles, listed: Listed = lambda st
     boxes = read_boxes(files.boxes, lambda count: listed("read boxes", count)) if files.boxes else Boxes()
     for index, item in enumerate(items):  # in place, as a second list of a million would not be small
         synset = synsets[index] if flat else layout.synsets[item.label]
-        stem = os.path.splitext(item.path.rpartition("/")[2])[0]
-        found = boxes.of_image.get(stem, b"")
+        found = boxes.take(synset, item.path)
         items[index] = LabelledItem(item.path, item.size_bytes, label_of[synset], found, item.archive, item.offset)
     notes = boxes.notes() | {"images_with_boxes": sum(1 for item in items if item.boxes)} if files.boxes else {}
     return LabelledSource(
