@@ -40,9 +40,9 @@ def _decode_jpeg(data: bytes, reason: str, max_pixels: int) -> Any:
 
     header = jpeg.parse_header(data)
     jpeg.check_size(header.width, header.height, max_pixels)
-    jpeg.check_end(data, header)
     if header.bits != 8 or header.components not in (1, 3, 4):
         raise DataError(reason)
+    jpeg.check_content(data, header)
     try:
         if header.components == 4:
             return _rgb(simplejpeg.decode_jpeg(data, "CMYK"), inverted=header.adobe_transform is not None)
