@@ -1,6 +1,7 @@
 """JPEG by content: what a file's header says, without decoding it and whatever its name is.
 
-Walks the marker segments up to the frame header, or to the first scan (ITU-T T.81, annex B). Decoding belongs to `input`, mending to `fix`.
+Walks the marker segments up to the frame header, or to the first scan (ITU-T T.81, annex B). Decoding belongs to
+`input`, mending to `fix`.
 """
 
 from __future__ import annotations
