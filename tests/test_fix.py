@@ -164,6 +164,14 @@ def test_truncated_files_are_refused(data: bytes, share: float) -> None:
         fix_image(cut, refused(cut))
 
 
+def test_bytes_behind_the_end_of_a_png_are_of_no_matter() -> None:
+    png = OTHER["PNG"]
+    assert distance(fixed_pixels(png + b"more" * 100), pixels()) <= 4
+    for cut in (png[:-12], png[:-1], png[: len(png) // 2] + b"IEND" + bytes(50), png[:-12] + b"IEND"):
+        with pytest.raises(DataError, match=r"^PNG, not JPEG; truncated$"):
+            fix_image(cut, refused(cut))
+
+
 @pytest.mark.parametrize("data", GOOD.values(), ids=GOOD.keys())
 def test_truncated_jpegs_are_refused(data: bytes) -> None:
     end = data.rindex(b"\xff\xd9")
@@ -259,7 +267,14 @@ def test_the_smallest_of_its_size_is_good(sampling: str, progressive: bool, heig
         image.save(buffer, "JPEG", qtables=[table, table], optimize=optimize, progressive=progressive, subsampling=0)
         check_image(buffer.getvalue())
     if sampling != "grey":
-        flags = [cv2.IMWRITE_JPEG_QUALITY, 1, cv2.IMWRITE_JPEG_OPTIMIZE, 1, cv2.IMWRITE_JPEG_PROGRESSIVE, int(progressive)]
+        flags = [
+            cv2.IMWRITE_JPEG_QUALITY,
+            1,
+            cv2.IMWRITE_JPEG_OPTIMIZE,
+            1,
+            cv2.IMWRITE_JPEG_PROGRESSIVE,
+            int(progressive),
+        ]
         flags += [cv2.IMWRITE_JPEG_SAMPLING_FACTOR, factors[sampling] << 16 | 0x1111]
         data = by_opencv(".jpg", np.asarray(image), *flags)
         assert check_image(data).header.sampling[0] == (factors[sampling] >> 4, factors[sampling] & 15)
