@@ -95,6 +95,18 @@ def test_a_hole_in_a_compressed_tar_is_refused(tmp_path: Path) -> None:
         refusal(written(tmp_path / "boxes.tar.gz", gzip.compress(MANY[:end])))
 
 
+def test_links_in_a_compressed_tar_are_not_lost(tmp_path: Path) -> None:
+    for kind in (tarfile.LNKTYPE, tarfile.SYMTYPE):
+        with tarfile.open(tmp_path / "boxes.tar.gz", "w:gz") as tar:
+            for name in ("1.xml", "2.xml"):
+                member = tarfile.TarInfo(name)
+                member.size = len(annotation(30))
+                if name == "2.xml":
+                    member.type, member.linkname, member.size = kind, "1.xml", 0
+                tar.addfile(member, io.BytesIO(annotation(30)))
+        assert "2.xml is no file in the tar" in refusal(tmp_path / "boxes.tar.gz")
+
+
 # Which image boxes belong to
 
 

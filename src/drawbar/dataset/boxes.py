@@ -197,9 +197,12 @@ def _compressed_tar_files(stream: BinaryIO) -> Iterator[tuple[str, bytes]]:
     with tarfile.open(fileobj=watched, mode="r:") as tar:
         for member in tar:
             tar.members.clear()  # type: ignore[attr-defined]  # it would keep half a million
-            content = tar.extractfile(member) if member.isfile() and member.name.endswith(".xml") else None
-            if content is not None:
-                yield member.name, content.read()
+            if not member.name.endswith(".xml") or member.isdir():
+                continue
+            content = tar.extractfile(member) if member.isfile() else None
+            if content is None:
+                raise DataError(f"{member.name} is no file in the tar, but a link or device")
+            yield member.name, content.read()
         end = watched.last
     if len(end) < _TAR_BLOCK:
         raise DataError("truncated tar: no end-of-archive mark")
