@@ -16,7 +16,7 @@ from obstore.store import LocalStore, MemoryStore, ObjectStore, S3Store
 from drawbar.dataset.destination import Destination, FolderDestination, StoreDestination
 from drawbar.dataset.example import decode_example, parse_image_example
 from drawbar.dataset.fix import fix_image
-from drawbar.dataset.folder import scan_folder
+from drawbar.dataset.folder import read_names, scan_folder
 from drawbar.dataset.items import Item
 from drawbar.dataset.jpeg import MAX_PIXELS, check_trainable
 from drawbar.dataset.labelled import LabelledSource
@@ -397,6 +397,25 @@ def test_unusable_sources_and_settings(source: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot write to .*: (Not a directory|File exists)"):
         pack_folder(source, str(source / "README.txt"), num_shards=2)
     assert not Path(out, "_parts").exists()
+
+
+def test_class_names_with_blanks(tmp_path: Path) -> None:
+    for number, name in enumerate(("polar bear", "brown bear", "cat", 'a "so-called" bear')):
+        (tmp_path / "source" / name).mkdir(parents=True)
+        (tmp_path / "source" / name / "1.jpg").write_bytes(jpeg(number))
+    names = tmp_path / "names.txt"
+    names.write_text('"polar bear"\ncat the tame one\nbrown bear\tUrsus arctos\na "so-called" bear\ta koala\n')
+    found = scan_folder(tmp_path / "source", names)
+    assert found.labels == ("polar bear", "cat", "brown bear", 'a "so-called" bear')
+    assert list(read_names(names).values()) == ["polar bear", "the tame one", "Ursus arctos", "a koala"]
+    names.write_text('"polar bear" Ursus maritimus\ncat\nbrown bear\n"a x" y')
+    assert read_names(names)["polar bear"] == "Ursus maritimus"
+    with pytest.raises(InputError, match=r"has the class folder") as caught:
+        scan_folder(tmp_path / "source", names)
+    assert "is quoted" in str(caught.value.hint)
+    names.write_text('cat\n"polar bear\n')
+    with pytest.raises(InputError, match=r"names.txt:2: '\"polar bear' has no closing quote"):
+        read_names(names)
 
 
 def test_labels_from_a_list(source: Path, tmp_path: Path) -> None:

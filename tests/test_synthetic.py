@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from drawbar.dataset import picture
 from drawbar.dataset.destination import FolderDestination
 from drawbar.dataset.folder import scan_folder
 from drawbar.dataset.jpeg import JpegHeader, parse_header
+from drawbar.dataset.making import write_whole
 from drawbar.dataset.pack import pack
 from drawbar.dataset.shard_writer import PackSettings
 from drawbar.dataset.synthetic import MARKER_NAME, ImagenetLikeSet, SyntheticSource, make_imagenet_like
 from drawbar.errors import EnvironmentUnfit, InputError
+from tests.drawbar_process import drawbar
 
 NUM_IMAGES = 360
 NUM_CLASSES = 10
@@ -220,6 +223,25 @@ def test_small_pictures(tmp_path: Path) -> None:
         make_imagenet_like(tmp_path / "set", num_images=40, num_classes=4, seed=1)
     with pytest.raises(InputError, match="size is 8; expected 32 to 4096 pixels"):
         make_imagenet_like(tmp_path / "new", num_images=1, size=8)
+
+
+def test_a_size_of_zero_is_not_the_usual_one(tmp_path: Path) -> None:
+    for kind in ("imagenet-like", "coco-like"):
+        for shards in ([], ["--shards", "1"]):
+            refused = drawbar("data", "make", kind, tmp_path / "set", "--images", "1", "--size", "0", *shards)
+            assert refused.code == 2
+            assert "size is 0; expected" in refused.error_line
+
+
+def test_a_full_disk_leaves_no_half_file(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_whole(tmp_path / "a.JPEG", bytes(2000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_sets_of_earlier_versions_go_on(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def make(
             num_images=images,
             num_classes=classes,
             seed=seed,
-            size=size or picture.FULL_SIZE,
+            size=picture.FULL_SIZE if size is None else size,
             workers=workers,
             progress=StageProgress(terminal),
         )
@@ -124,7 +124,7 @@ def make_coco(
             num_images=images,
             seed=seed,
             split=split,
-            image_size=size or coco_scene.FULL_SIZE,
+            image_size=coco_scene.FULL_SIZE if size is None else size,
             workers=workers,
             progress=StageProgress(terminal),
         )
@@ -155,7 +155,7 @@ def make_shards(dest: str, *, images: int, classes: int, size: int | None, optio
     from drawbar.dataset import picture
     from drawbar.dataset.synthetic import ImagenetLikeSet, SyntheticSource
 
-    wanted = ImagenetLikeSet(images, classes, options.seed, size or picture.FULL_SIZE)
+    wanted = ImagenetLikeSet(images, classes, options.seed, picture.FULL_SIZE if size is None else size)
     pack_source(lambda progress: SyntheticSource(wanted), dest, "imagenet", options)
 
 
@@ -164,7 +164,7 @@ def make_coco_shards(dest: str, *, images: int, size: int | None, options: PackO
     from drawbar.dataset import coco_scene
     from drawbar.dataset.coco_like import CocoLikeSet, SyntheticCocoSource
 
-    wanted = CocoLikeSet(images, options.seed, options.split, size or coco_scene.FULL_SIZE)
+    wanted = CocoLikeSet(images, options.seed, options.split, coco_scene.FULL_SIZE if size is None else size)
     pack_source(lambda progress: SyntheticCocoSource(wanted), dest, "coco", options)
 
 
@@ -188,6 +188,7 @@ def pack_coco(
 
         return open_coco(layout, masks=masks, on_bad=cast(OnBad, options.on_bad), progress=of_bytes)
 
+    refuse_inside(dest, source, layout.images)
     pack_source(listed, dest, "coco", options)
 
 
@@ -195,6 +196,7 @@ def pack_folder(source: Path, dest: str, classes: Path | None, options: PackOpti
     def listed(progress: Progress) -> Source:
         return scan_folder(source, classes, lambda count: progress("list", count, 0))
 
+    refuse_inside(dest, source)
     pack_source(listed, dest, "imagenet", options)
 
 
@@ -202,7 +204,27 @@ def pack_imagenet(source: Path, dest: str, files: ImageNetFiles, options: PackOp
     def listed(progress: Progress) -> Source:
         return scan_imagenet(source, files, lambda stage, count: progress(stage, count, 0))
 
+    refuse_inside(dest, source)
     pack_source(listed, dest, "imagenet", options)
+
+
+def refuse_inside(dest: str, *sources: Path) -> None:
+    """Raises InputError where the shards would go into a folder that is packed: the next listing would take the folder
+    of the shards for a class, and number those behind it anew."""
+    try:
+        where = parse_url(dest)
+    except ValueError:
+        return  # which `destination` explains
+    if where.on_s3:
+        return
+    folder = where.folder.absolute()
+    above = {folder.resolve(), *folder.resolve().parents}
+    above |= {parent.resolve() for parent in folder.parents}  # and those by whose links it is reached
+    for source in sources:
+        if source.is_dir() and source.resolve() in above:
+            raise InputError(
+                f"the destination {dest} lies in the source {source}", hint="choose a folder beside the source"
+            )
 
 
 def pack_source(listed: Callable[[Progress], Source], dest: str, schema: RecordSchema, options: PackOptions) -> None:

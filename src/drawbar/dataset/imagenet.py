@@ -15,7 +15,7 @@ from pathlib import Path
 
 from drawbar.dataset.archive import Member, TarReader, looks_like_tar
 from drawbar.dataset.boxes import Boxes, read_boxes
-from drawbar.dataset.folder import scan
+from drawbar.dataset.folder import is_folder, listed_file, scan
 from drawbar.dataset.imagenet_labels import (
     SYNSET,
     ImageNetFiles,
@@ -65,8 +65,7 @@ def scan_imagenet(source: Path, files: ImageNetFiles, listed: Listed = lambda st
     boxes = read_boxes(files.boxes, lambda count: listed("read boxes", count)) if files.boxes else Boxes()
     for index, item in enumerate(items):  # in place, as a second list of a million would not be small
         synset = synsets[index] if flat else layout.synsets[item.label]
-        stem = os.path.splitext(item.path.rpartition("/")[2])[0]
-        found = boxes.of_image.get(stem, b"")
+        found = boxes.take(synset, item.path)
         items[index] = LabelledItem(item.path, item.size_bytes, label_of[synset], found, item.archive, item.offset)
     notes = boxes.notes() | {"images_with_boxes": sum(1 for item in items if item.boxes)} if files.boxes else {}
     return LabelledSource(
@@ -93,18 +92,18 @@ class _Layout:
             yield from self._of_tar(source)
             return
         entries = [entry for entry in scan(source) if not entry.name.startswith(".")]
-        synsets = sorted(entry.name for entry in entries if entry.is_dir() and SYNSET.fullmatch(entry.name))
+        synsets = sorted(entry.name for entry in entries if SYNSET.fullmatch(entry.name) and is_folder(entry))
         tars = sorted(entry.name for entry in entries if _synset_of_tar(entry.name))
-        flat = [entry for entry in entries if is_image(entry.name) and entry.is_file()]
+        images = (listed_file(entry, entry.name, _FLAT) for entry in entries if is_image(entry.name))
+        flat = [item for item in images if item]
         for synset in synsets:
             label = self._label(synset)
             for entry in scan(source / synset):
-                if is_image(entry.name) and entry.is_file():
-                    yield LabelledItem(f"{synset}/{entry.name}", entry.stat().st_size, label)
+                if is_image(entry.name) and (item := listed_file(entry, f"{synset}/{entry.name}", label)):
+                    yield item
         for name in tars:
             yield from self._of_tar(source / name, _synset_of_tar(name))
-        for entry in flat:
-            yield LabelledItem(entry.name, entry.stat().st_size, _FLAT)
+        yield from flat
         if not (synsets or tars or flat):
             there = ", ".join(sorted(entry.name for entry in entries)[:3]) or "nothing"
             raise InputError(f"{source} is no layout of ImageNet: it holds {there}", hint=_LAYOUT_HINT)
@@ -117,7 +116,7 @@ class _Layout:
     def _of_tar(self, path: Path, synset: str = "") -> Iterator[LabelledItem]:
         """Images of class `synset` (empty: flat, or in class folders), and those in inner tars."""
         try:
-            descriptor = os.open(path, os.O_RDONLY)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would be waited for, to no end
         except OSError as error:
             raise InputError(f"cannot read the source {path}: {error.strerror}", hint=_LAYOUT_HINT) from None
         try:

@@ -16,7 +16,8 @@ from drawbar.dataset.folder import numbered_lines, read_names
 from drawbar.errors import InputError
 
 NUM_CLASSES = 1000
-SYNSET = re.compile(r"n\d{8}")
+SYNSET = re.compile(r"n[0-9]{8}")
+_NUMBER = re.compile(r"[0-9]{1,9}")  # isdigit() takes "²" too, which int() does not
 
 _IDS_HINT = (
     "the devkit's ids are not in sorted synset order: --class-ids FILE gives lines of `ID SYNSET`. Make it with "
@@ -63,14 +64,14 @@ def labels_of_images(source: Path, names: Sequence[str], files: ImageNetFiles) -
         )
     values = _listed_labels(files.labels, names)
     ids = _class_ids(files.class_ids) if files.class_ids else None
-    numbers = [value for value in values if value.isdigit()]
+    numbers = [value for value in values if _NUMBER.fullmatch(value)]
     if numbers and ids is None:
         raise InputError(
             f"{files.labels} holds numbers, such as {numbers[0]}: nothing says what they mean", hint=_IDS_HINT
         )
     synset_of = []
     for name, value in zip(names, values, strict=True):
-        if value.isdigit() and ids is not None:
+        if _NUMBER.fullmatch(value) and ids is not None:
             if int(value) not in ids:
                 raise InputError(
                     f"{files.labels}: {name} has the id {value}, which {files.class_ids} does not have", hint=_IDS_HINT
@@ -128,7 +129,7 @@ def _class_ids(path: Path) -> dict[int, str]:
     ids: dict[int, str] = {}
     for number, line in numbered_lines(path):
         words = re.split(r"[,\s]+", line)
-        if len(words) < 2 or not words[0].isdigit() or not SYNSET.fullmatch(words[1]):
+        if len(words) < 2 or not _NUMBER.fullmatch(words[0]) or not SYNSET.fullmatch(words[1]):
             raise InputError(f"{path}:{number}: {line[:60]!r} is not `ID SYNSET`", hint=_IDS_HINT)
         if int(words[0]) in ids or words[1] in ids.values():
             raise InputError(f"{path}:{number}: {words[0]} or {words[1]} is there twice", hint=_IDS_HINT)

@@ -14,10 +14,18 @@ from typing import Any
 
 from drawbar.dataset.example import encode_example
 from drawbar.dataset.items import CheckedImage, Item
-from drawbar.errors import InputError
+from drawbar.errors import DataError, InputError
 
 IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp", ".gif", ".bmp")
 """Any case. They say which files are meant as images, never what is in them."""
+
+DANGLING_LINK, LINK_LOOP, NO_REGULAR_FILE = -2, -3, -4
+UNREADABLE = {
+    DANGLING_LINK: "dangling link",
+    LINK_LOOP: "link in a circle",
+    NO_REGULAR_FILE: "no regular file",
+}
+"""Why there are no bytes where an image should be, by what its item has for an archive: it is a bad one, not none."""
 
 _MAX_OPEN = 64
 _NO_FLOATS = array("f")
@@ -32,7 +40,7 @@ class LabelledItem(Item):
     boxes: bytes = b""
     """xmin, ymin, xmax, ymax of each, relative to the image, as native 4-byte floats: a set has a million of these."""
     archive: int = -1
-    """Which of the source's archives it is in; -1: a file of its own."""
+    """Which of the source's archives it is in; -1: a file of its own; a key of `UNREADABLE`: no file."""
     offset: int = 0
     """In the archive, in bytes."""
 
@@ -89,6 +97,8 @@ class LabelledSource:
 
     def read(self, item: Item) -> bytes:
         assert isinstance(item, LabelledItem)  # noqa: S101  our bug only
+        if item.archive in UNREADABLE:
+            raise DataError(UNREADABLE[item.archive])
         size = item.size_bytes
         try:
             if item.archive >= 0:

@@ -32,7 +32,7 @@ from drawbar.world import Launched
 
 __all__ = ["Destination", "FolderDestination", "PackSettings", "StoreDestination", "pack", "pack_share", "shard_name"]
 
-FORMAT = 2
+FORMAT = 3
 """Goes up when the same source and settings would give other bytes, so that no set is made of both."""
 
 _WAIT_S = 600.0
