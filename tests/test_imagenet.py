@@ -261,9 +261,9 @@ def test_a_hole_is_no_end(images: Path, tmp_path: Path) -> None:
         places = [member.offset for member in tar]
     for place in places:
         for size in (512, 1024, 700):
-            holed = data[:place] + bytes(size) + data[place + size :]
+            zeroed = data[:place] + bytes(size) + data[place + size :]
             with pytest.raises(DataError, match=rf"damaged tar: .*zeros.* at byte {place}"):
-                members(holed, tmp_path)
+                members(zeroed, tmp_path)
     with pytest.raises(DataError, match=rf"more at byte {len(data)}: a file with a hole, or several archives in one"):
         members(data + data, tmp_path)
     whole = train_tar(tmp_path / "whole.tar", images).read_bytes()

@@ -23,6 +23,8 @@ _ORIENTATION = 0x0112
 
 MAX_PIXELS = 1 << 26
 """An image of more is called absurd before anything is decoded: 201 MB as RGB."""
+MAX_FILE_BYTES = 128 * 1024 * 1024
+"""A file of more is called absurd before it is read: 16 bits for each pixel of the largest image."""
 
 
 class HeaderCut(DataError):
@@ -115,6 +117,12 @@ def check_size(width: int, height: int, max_pixels: int) -> None:
         raise DataError(f"image of {width}x{height} pixels")
     if width * height > max_pixels:
         raise DataError(f"absurd size: {width}x{height} pixels, more than {max_pixels}")
+
+
+def check_file_size(size_bytes: int) -> None:
+    """Raises DataError for a file that is larger than any image within the limits."""
+    if size_bytes > MAX_FILE_BYTES:
+        raise DataError(f"absurd size: {size_bytes} bytes, more than {MAX_FILE_BYTES}")
 
 
 def check_end(data: bytes, header: JpegHeader) -> None:
