@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 import shutil
 import tracemalloc
@@ -524,6 +525,7 @@ def test_bytes_that_are_no_utf8(folder: Path) -> None:
         open_coco(find_layout(folder))
     source = open_coco(find_layout(folder), on_bad="fix")
     assert examples(source)[b"000000000002.jpg"]["image/object/class/label"] == [13, 1]
+    assert source.notes()["annotations_left_out"]["no UTF-8 text"] == 1
 
 
 def test_images_left_out_are_listed_and_their_annotations_counted(tmp_path: Path) -> None:
@@ -609,6 +611,32 @@ def test_files_too_large_to_be_images_are_not_read(folder: Path, tmp_path: Path)
     tracemalloc.stop()
     assert peak_bytes < 100e6
     assert [bad.reason for bad in manifest.bad] == [f"absurd size: {900 << 20} bytes, more than {128 << 20}"]
+
+
+def test_large_members_of_a_zip_are_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drawbar.dataset.jpeg.MAX_FILE_BYTES", 1000)
+    with zipfile.ZipFile(tmp_path / "x.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for size in (1000, 1001):
+            archive.writestr(f"{size}", bytes(size))
+    index = ZipIndex(tmp_path / "x.zip")
+    assert index.read("1000") == bytes(1000)
+    with pytest.raises(DataError, match="absurd size: 1001 bytes, more than 1000"):
+        index.read("1001")
+
+
+def test_names_of_what_is_no_file(tmp_path: Path) -> None:
+    """A folder, a pipe (opening it would wait for ever), a name too long, one below a file, a link to itself."""
+    names = (".", "pipe", "x" * 300, "000000000001.jpg/y", "loop")
+    tree = instances()
+    tree["images"] += [image(10 + number, file_name=name) for number, name in enumerate(names)]
+    folder = write(tmp_path, tree)
+    os.mkfifo(folder / "train2017" / "pipe")
+    (folder / "train2017" / "loop").symlink_to("loop")
+    source = open_coco(find_layout(folder), on_bad="fix")
+    manifest = pack(source, FolderDestination(tmp_path / "p"), PackSettings(1, schema="coco", on_bad="fix"), workers=1)
+    assert manifest.num_records == 4
+    assert {bad.path for bad in manifest.bad} == set(names)
+    assert all(bad.reason.startswith("missing in ") for bad in manifest.bad)
 
 
 def test_zips_in_which_a_name_could_be_two_files(folder: Path) -> None:

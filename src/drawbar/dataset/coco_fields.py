@@ -104,4 +104,6 @@ def fault_in(element: Element, what: str, error: DataError, kind: str = "") -> F
     name = value.get("file_name")
     path = ascii(name)[1:-1] if isinstance(name, str) else f"image {which}"
     key = error.message.partition(" ")[0]
+    if key == "byte":  # offset of what is no text
+        kind = "no UTF-8 text"
     return Fault(what, which, error.message, kind or f"bad {key}", path[:500] if what == "image" else "")

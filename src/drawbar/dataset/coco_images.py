@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections import Counter
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -14,6 +16,8 @@ from drawbar.dataset.zip_index import ZipIndex
 from drawbar.errors import DataError, InputError
 
 CHANGED = "pack a source that nobody changes; finished shards are kept"
+
+_NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
 
 class Images(Protocol):
@@ -31,22 +35,34 @@ class FolderImages:
         self._folder = folder
 
     def size_bytes(self, name: str) -> int | None:
-        try:
-            return os.stat(f"{self._folder}/{name}").st_size
-        except OSError:
-            return None
+        found = self._stat(name)
+        return None if found is None else found.st_size
 
     def read(self, name: str) -> bytes:
+        found = self._stat(name)
+        if found is None:
+            raise DataError(f"missing in {self._folder}")
+        jpeg.check_file_size(found.st_size)
         try:
             with open(f"{self._folder}/{name}", "rb", buffering=0) as file:
-                jpeg.check_file_size(os.fstat(file.fileno()).st_size)
                 data: bytes = file.read() or b""
                 return data
-        except FileNotFoundError:
-            raise DataError(f"missing in {self._folder}") from None
         except OSError as error:
-            # Not a bad image: a disk that fails would make a set of nothing.
-            raise InputError(f"{self._folder}/{name} cannot be read: {error.strerror}", hint=CHANGED) from None
+            raise self._unreadable(name, error) from None
+
+    def _stat(self, name: str) -> os.stat_result | None:
+        """None where there is no such file, or something else by that name: annotation files name anything."""
+        try:
+            found = os.stat(f"{self._folder}/{name}")
+        except OSError as error:
+            if error.errno in _NO_SUCH_FILE:
+                return None
+            raise self._unreadable(name, error) from None
+        return found if stat.S_ISREG(found.st_mode) else None
+
+    def _unreadable(self, name: str, error: OSError) -> InputError:
+        # Not a bad image: a disk that fails would make a set of nothing.
+        return InputError(f"{self._folder}/{name} cannot be read: {error.strerror}", hint=CHANGED)
 
 
 class ZipImages:

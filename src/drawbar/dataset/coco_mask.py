@@ -25,7 +25,8 @@ _PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 _LEAST_COORDINATES = 6
 _FAR = 2.0
 _HUGE = 1 << 40
-"""No coordinate and no run length reaches it."""
+"""No run length reaches it."""
+_NUMBERS = frozenset((int, float))
 
 
 def require_pycocotools() -> None:
@@ -107,13 +108,14 @@ def rasterise(segmentation: Any, height: int, width: int) -> Mask:
 
 
 def _reach(polygon: list[Any]) -> float:
-    if not all(type(value) in (int, float) for value in polygon):
+    """The largest coordinate; infinite where one is no finite number. A set has tens of millions of them."""
+    if not _NUMBERS.issuperset(map(type, polygon)):
         raise DataError("a polygon holds something else than numbers")
-    polygon = [min(max(value, -_HUGE), _HUGE) for value in polygon]  # whole numbers beyond any float among them
-    if any(map(math.isnan, polygon)):  # never the largest
+    try:
+        # A NaN is never the largest, but makes the sum one.
+        return math.inf if math.isnan(sum(polygon)) else float(max(max(polygon), -min(polygon)))  # noqa: PLW3301
+    except OverflowError:  # a whole number beyond any float
         return math.inf
-    reach: float = max(map(abs, polygon))
-    return reach
 
 
 def _fill(polygons: list[list[float]], height: int, width: int) -> Mask:
