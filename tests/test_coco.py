@@ -473,7 +473,7 @@ FAULTS = [
     ({"annotations": [annotation(50, 1) | {"image_id": "1"}]}, "annotation 50: image_id is '1'; expected a whole"),
     ({"annotations": [annotation(1 << 70, 1)]}, r"annotation 1180591620717411303424: id is"),
     ({"annotations": [[1]]}, r"annotation at byte offset \d+: id is missing"),
-    ({"images": [image(1, file_name="x.jpg")]}, "image 1: the id comes twice"),
+    ({"images": [image(1)]}, "image 1: the file name '000000000001.jpg' comes twice"),
     ({"images": [image(5, file_name="000000000001.jpg")]}, "image 5: the file name '000000000001.jpg' comes twice"),
     ({"images": [image(5, file_name="../../etc/passwd")]}, "leads out of the images folder"),
     ({"images": [image(5, file_name="/etc/passwd")]}, "leads out of the images folder"),
@@ -544,6 +544,21 @@ def test_images_left_out_are_listed_and_their_annotations_counted(tmp_path: Path
     assert sorted(manifest.bad_paths("skipped")) == ["/etc/passwd", "000000000001.jpg", f"{1 << 70:012d}.jpg"]
     assert manifest.notes["annotations_left_out"]["image left out"] == 2
     assert pack(source, dest, PackSettings(1, schema="coco", on_bad="fix")) == manifest
+
+
+def test_an_id_of_several_files_is_no_ones(tmp_path: Path) -> None:
+    """Which of them its annotations were made on cannot be known."""
+    folder = write(tmp_path, broken(images=[image(2, file_name="x.jpg")]))
+    (folder / "train2017" / "x.jpg").write_bytes(jpeg(9))
+    with pytest.raises(InputError, match=r"image 2: the id comes twice, for '0+2.jpg' and 'x.jpg'|'x.jpg' and '0+2"):
+        open_coco(find_layout(folder))
+    source = open_coco(find_layout(folder), on_bad="skip")
+    assert [item.path for item in source.items()] == [f"{number:012d}.jpg" for number in (1, 3, 4)]
+    assert sorted(bad.path for bad in source.bad_files()) == ["000000000002.jpg", "x.jpg"]
+    assert source.notes()["annotations_left_out"]["image left out"] == 3
+    tree = instances() | {"images": [image(1), image(1, file_name="x.jpg")]}
+    with pytest.raises(InputError, match=r"lists no usable image: image 1: the id comes twice"):
+        open_coco(find_layout(write(tmp_path, tree)))
 
 
 @pytest.mark.parametrize(

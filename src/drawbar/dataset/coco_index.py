@@ -98,8 +98,6 @@ def index_instances(path: Path, progress: Progress = lambda done, total: None, *
     for key in ("images", "annotations", "categories"):
         if key not in keys:
             raise InputError(f"{path} has no {key!r}", hint=_LAYOUT_HINT)
-    if not found.names:
-        raise InputError(f"{path} lists no usable image" + _first(found.faults), hint=_LAYOUT_HINT)
     return _assemble(state, found)
 
 
@@ -253,6 +251,8 @@ def _first(faults: Sequence[Fault]) -> str:
 
 def _assemble(state: FileState, found: _Found) -> CocoIndex:
     order = _kept_images(found)
+    if not order:
+        raise InputError(f"{state.path} lists no usable image" + _first(found.faults), hint=_LAYOUT_HINT)
     names = [found.names[number] for number in order]
     image_ids = np.array(found.image_ids, np.int64)[order]
     widths, heights = np.array(found.widths, np.int32)[order], np.array(found.heights, np.int32)[order]
@@ -297,21 +297,29 @@ def left_out(faults: Sequence[Fault], dropped: Mapping[str, Sized]) -> dict[str,
 
 
 def _kept_images(found: _Found) -> list[int]:
-    """Numbers of the images in the order of their names, without those whose id or name was there before."""
-    seen_ids: set[int] = set()
+    """Numbers of the images in the order of their names, without those whose name was there before, and without any
+    whose id stands for several files: which one its annotations are of cannot be known."""
+    name_of: dict[int, str] = {}
+    ambiguous: dict[int, str] = {}
+    for image_id, name in zip(found.image_ids, found.names, strict=True):
+        if name_of.setdefault(image_id, name) != name:
+            ambiguous[image_id] = f"the id comes twice, for {name_of[image_id]!r} and {name!r}"
     seen_names: set[str] = set()
+    kept_ids: set[int] = set()
     kept = []
     for number, (image_id, name) in enumerate(zip(found.image_ids, found.names, strict=True)):
-        if image_id in seen_ids:
-            found.faults.append(Fault("image", f"{image_id}", "the id comes twice", "id twice", name))
+        if image_id in ambiguous:
+            found.faults.append(Fault("image", f"{image_id}", ambiguous[image_id], "id twice", name))
         elif name in seen_names:
             reason = f"the file name {name!r} comes twice"
             found.faults.append(Fault("image", f"{image_id}", reason, "file name twice", name))
-            found.lost_images.add(image_id)
         else:
             kept.append(number)
             seen_names.add(name)
-        seen_ids.add(image_id)
+            kept_ids.add(image_id)
+            continue
+        if image_id not in kept_ids:
+            found.lost_images.add(image_id)
     return sorted(kept, key=lambda number: found.names[number])
 
 
