@@ -530,7 +530,7 @@ def test_bytes_that_are_no_utf8(folder: Path) -> None:
 
 def test_images_left_out_are_listed_and_their_annotations_counted(tmp_path: Path) -> None:
     tree = instances()
-    tree["images"] += [image(5, file_name="000000000001.jpg"), image(6, file_name="/etc/passwd"), image(1 << 70)]
+    tree["images"] += [image(5, file_name="000000000001.jpg"), image(6, file_name="/etc/pässwörd"), image(1 << 70)]
     tree["annotations"] += [annotation(50, 5), annotation(51, 6), annotation(52, 77), annotation(53, 1, area=-1)]
     source = open_coco(find_layout(write(tmp_path, tree)), on_bad="fix")
     notes: list[str] = []
@@ -541,7 +541,7 @@ def test_images_left_out_are_listed_and_their_annotations_counted(tmp_path: Path
     for part in ("image left out x2", "unknown image x1", "bad area x1", "no width or no height x2", "outside the"):
         assert part in line
     assert "3 image entries left out: image " in line
-    assert sorted(manifest.bad_paths("skipped")) == ["/etc/passwd", "000000000001.jpg", f"{1 << 70:012d}.jpg"]
+    assert sorted(manifest.bad_paths("skipped")) == ["/etc/pässwörd", "000000000001.jpg", f"{1 << 70:012d}.jpg"]
     assert manifest.notes["annotations_left_out"]["image left out"] == 2
     assert pack(source, dest, PackSettings(1, schema="coco", on_bad="fix")) == manifest
 

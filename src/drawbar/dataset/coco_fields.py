@@ -76,7 +76,7 @@ def text(value: Any, key: str) -> str:
 def shown(value: Any) -> str:
     if value is None:
         return "missing"
-    return ascii(value)[:40] if isinstance(value, str) and not value.isprintable() else repr(value)[:40]
+    return repr(value)[:40]
 
 
 class Fault(NamedTuple):
@@ -102,7 +102,7 @@ def fault_in(element: Element, what: str, error: DataError, kind: str = "") -> F
     known = value.get("id")
     which = f"{known}" if type(known) is int and abs(known) < 1 << 80 else f"at byte offset {element.start}"
     name = value.get("file_name")
-    path = ascii(name)[1:-1] if isinstance(name, str) else f"image {which}"
+    path = name.encode(errors="backslashreplace").decode() if isinstance(name, str) else f"image {which}"
     key = error.message.partition(" ")[0]
     if key == "byte":  # offset of what is no text
         kind = "no UTF-8 text"
