@@ -447,6 +447,7 @@ FAULTS = [
     ({"annotations": [annotation(7, 1)]}, "annotation 7: the id comes twice"),
     ({"annotations": [annotation(50, 1, bbox=[1, 2, 3])]}, r"annotation 50: bbox is \[1, 2, 3\]; expected 4 numbers"),
     ({"annotations": [annotation(50, 1, bbox=[1, 2, 3, float("inf")])]}, "annotation 50: bbox is"),
+    ({"annotations": [{"id": 50, "image_id": 1, "category_id": 1}]}, "annotation 50: bbox is missing"),
     ({"annotations": [annotation(50, 1, area="big")]}, "annotation 50: area is"),
     ({"annotations": [annotation(50, 1, area=-5)]}, "annotation 50: area is -5"),
     ({"annotations": [annotation(50, 1, area=1e300)]}, r"annotation 50: area is 1e\+300; records hold 32 bits"),

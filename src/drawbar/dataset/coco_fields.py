@@ -15,7 +15,7 @@ _MAX_FLOAT32 = 3.4028234663852886e38
 
 def object_fields(value: Any) -> tuple[list[float], int, float]:
     """Box (x, y, width, height in pixels), crowd flag and area of an annotation that the index took."""
-    box = _numbers(value["bbox"], "bbox")
+    box = _numbers(value.get("bbox"), "bbox")
     return box, crowd_flag(value), _area(value, box)
 
 
@@ -98,7 +98,11 @@ class Fault(NamedTuple):
 
 def fault_in(element: Element, what: str, error: DataError, kind: str = "") -> Fault:
     """`kind` is by the wrong key where it is not given."""
-    value = element.value if isinstance(element.value, dict) else {}
+    try:
+        value = element.text()
+    except DataError:
+        value = element.value
+    value = value if isinstance(value, dict) else {}
     known = value.get("id")
     which = f"{known}" if type(known) is int and abs(known) < 1 << 80 else f"at byte offset {element.start}"
     name = value.get("file_name")
