@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import random
+import shutil
+import subprocess
 import tarfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -185,12 +187,12 @@ def test_long_names_are_read_as_python_reads_them(tmp_path: Path, kind: TarForma
         assert tar.getnames() == list(LONG)
 
 
-def test_folders_links_and_headers_of_all_are_stepped_over(tmp_path: Path) -> None:
+def test_folders_pipes_and_headers_of_all_are_stepped_over(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT, pax_headers={"comment": "all"}) as tar:
-        for name, kind in (("d" * 200, tarfile.DIRTYPE), ("link", tarfile.SYMTYPE), ("hard", tarfile.LNKTYPE)):
+        for name, kind in (("d" * 200, tarfile.DIRTYPE), ("pipe", tarfile.FIFOTYPE)):
             member = tarfile.TarInfo(name)
-            member.type, member.linkname = kind, "l" * 300
+            member.type = kind
             tar.addfile(member)
         member = tarfile.TarInfo("real")
         member.size = 3
@@ -209,10 +211,122 @@ def test_gnu_sizes_beyond_octal(tmp_path: Path) -> None:
 def test_truncated_archives_are_never_taken_for_short_ones(tmp_path: Path, kind: TarFormat) -> None:
     data = tar_bytes(LONG, kind)
     end = len(data.rstrip(b"\0")) // 512 * 512 + 512
-    assert members(data[: end + 512], tmp_path) == LONG  # one empty block is an end
-    for length in range(0, end + 1, 128):
+    assert members(data[: end + 1024], tmp_path) == LONG
+    for length in range(0, end + 1024, 128):
         with pytest.raises(DataError, match=r"^truncated tar"):
             members(data[:length], tmp_path)
+
+
+def linked_tar(kind: TarFormat, links: dict[str, str], link_kind: bytes = tarfile.LNKTYPE) -> bytes:
+    """LONG, and links by name to targets."""
+    buffer = io.BytesIO(tar_bytes(LONG, kind))
+    with tarfile.open(fileobj=buffer, mode="a", format=kind) as tar:
+        for name, target in links.items():
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = link_kind, target
+            tar.addfile(member)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("kind", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_hard_links_have_their_targets_content(tmp_path: Path, kind: TarFormat) -> None:
+    first, *_, last = LONG
+    links = {"one": first, "two": last, "h" * 150: "one"}
+    found = members(linked_tar(kind, links), tmp_path)
+    assert found == LONG | {"one": LONG[first], "two": LONG[last], "h" * 150: LONG[first]}
+    with pytest.raises(DataError, match="a is a hard link to b, which the tar does not hold before it"):
+        members(linked_tar(kind, {"a": "b", "b": first}), tmp_path)
+
+
+def test_links_of_a_class_tar(images: Path, tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    shutil.copytree(images, tree)
+    name = image_names()[0]
+    os.link(tree / name, tree / Path(name).with_name("again.JPEG"))
+    path = tmp_path / "x.tar"
+    subprocess.run(["tar", "cf", path, "-C", tree, "."], check=True, timeout=30)
+    found = scan_imagenet(path, ImageNetFiles())
+    assert len(found.items()) == 24
+    assert [found.read(item) == (tree / name).read_bytes() for item in found.items()].count(True) == 2
+    (tree / Path(name).with_name("sym.JPEG")).symlink_to("again.JPEG")
+    subprocess.run(["tar", "cf", path, "-C", tree, "."], check=True, timeout=30)
+    with pytest.raises(InputError, match=r"x.tar: .*sym.JPEG is a symbolic link to again.JPEG; tar --dereference"):
+        scan_imagenet(path, ImageNetFiles())
+
+
+def test_a_hole_is_no_end(images: Path, tmp_path: Path) -> None:
+    """Blocks of zeros at a member's header, as in a file that was set up at its full size and not filled."""
+    data = tar_bytes(LONG)
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        places = [member.offset for member in tar]
+    for place in places:
+        for size in (512, 1024, 700):
+            zeroed = data[:place] + bytes(size) + data[place + size :]
+            with pytest.raises(DataError, match=rf"damaged tar: .*zeros.* at byte {place}"):
+                members(zeroed, tmp_path)
+    with pytest.raises(DataError, match=rf"more at byte {len(data)}: a file with a hole, or several archives in one"):
+        members(data + data, tmp_path)
+    whole = train_tar(tmp_path / "whole.tar", images).read_bytes()
+    with tarfile.open(tmp_path / "whole.tar") as tar:
+        member = tar.getmembers()[2]
+    holed = tmp_path / "holed.tar"
+    inside = member.offset_data + 512 * 8
+    inside = whole.rindex(b"ustar", 0, inside) - 257
+    holed.write_bytes(whole[:inside] + bytes(4096) + whole[inside + 4096 :])
+    with pytest.raises(
+        InputError, match=rf"holed.tar: {member.name}: damaged tar: zeros at byte {inside}, .* but more"
+    ):
+        scan_imagenet(holed, ImageNetFiles())
+    holed.write_bytes(whole[: member.offset] + bytes(len(whole) - member.offset))
+    with pytest.raises(InputError, match=r"holed.tar: damaged tar: zeros from byte \d+ on, \d+ bytes before its end"):
+        scan_imagenet(holed, ImageNetFiles())
+
+
+def test_padding_is_an_end(tmp_path: Path) -> None:
+    end = len(tar_bytes(LONG).rstrip(b"\0")) // 512 * 512 + 512 + 1024
+    data = tar_bytes(LONG)[:end]
+    for record in (512, 10240, 20480, 1 << 20, 4 << 20):  # tar's --blocking-factor
+        assert members(data + bytes(-end % record), tmp_path) == LONG
+    for more in (12_000, 3_000_000, 40_000_000):
+        with pytest.raises(DataError, match="more than tar fills up with: perhaps not downloaded whole"):
+            members(data + bytes(more), tmp_path)
+
+
+def pax(line: bytes) -> bytes:
+    """An extended header of these bytes."""
+    header = bytearray(512)
+    header[:1], header[124:136], header[156:157] = b"x", b"%011o\0" % len(line), b"x"
+    header[257:265], header[148:156] = b"ustar\x0000", b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header) + line + bytes(-len(line) % 512)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"12 size=abc\n", r"damaged tar: size b'abc' in the extended header"),
+        (b"11 size=-5\n", r"damaged tar: size b'-5' in the extended header"),
+        (b"5016 size=" + b"9" * 5005 + b"\n", r"damaged tar: size b'9{40}' in the extended header"),
+        (b"9" * 5000 + b" size=1\n", "damaged tar: extended header at byte 512"),
+        (b"22 GNU.sparse.major=1\n", "sparse file in the tar at byte 512: not supported"),
+    ],
+)
+def test_extended_headers_that_are_wrong(tmp_path: Path, line: bytes, reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
+        members(pax(line) + tar_bytes(LONG), tmp_path)
+
+
+def test_an_extended_header_without_its_member(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="a member's extended header, and zeros behind it, at byte 1024"):
+        members(pax(b"10 path=a\n") + bytes(10240), tmp_path)
+
+
+def test_negative_sizes_are_refused(tmp_path: Path) -> None:
+    data = bytearray(tar_bytes({"a": b"xyz"}))
+    data[124:136] = b"-0000001000\0"
+    data[148:156] = b"%06o\0 " % (sum(data[:148]) + 8 * 32 + sum(data[156:512]))
+    with pytest.raises(DataError, match="damaged tar: no header at byte 0"):
+        members(bytes(data), tmp_path)
 
 
 def test_damaged_archives_are_refused(tmp_path: Path) -> None:

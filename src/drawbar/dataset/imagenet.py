@@ -154,6 +154,10 @@ class _Layout:
     def _image(self, member: Member, synset: str) -> Iterator[LabelledItem]:
         name = member.name.rpartition("/")[2]
         if is_image(name):
+            if member.symlink:
+                raise DataError(
+                    f"{member.name} is a symbolic link to {member.symlink}; tar --dereference makes a file of it"
+                )
             path, label = (f"{synset}/{name}", self._label(synset)) if synset else (name, _FLAT)
             yield LabelledItem(path, member.size_bytes, label, b"", len(self.archives) - 1, member.offset)
 

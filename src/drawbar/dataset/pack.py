@@ -22,7 +22,7 @@ from obstore.exceptions import BaseError as StoreError
 from drawbar import __version__
 from drawbar.dataset import parts
 from drawbar.dataset.destination import Destination, FolderDestination, Note, StoreDestination
-from drawbar.dataset.items import Item, Progress, Source
+from drawbar.dataset.items import Item, Lossy, Progress, Source
 from drawbar.dataset.manifest import MANIFEST_NAME, Manifest
 from drawbar.dataset.pack_workers import num_workers, pack_here, pack_in_processes
 from drawbar.dataset.parts import PackedShard
@@ -92,6 +92,8 @@ def pack_share(
     """
     _check(settings, workers, launched, overwrite)
     items = source.items()
+    if isinstance(source, Lossy) and launched.rank == 0 and (loss := source.loss()):
+        note(loss)
     names = [shard_name(settings, index) for index in range(settings.num_shards)]
     set_sha256 = _set_sha256(source, settings)
     job = PackJob(source, dest, settings, set_sha256)
@@ -367,7 +369,8 @@ def _manifest(job: PackJob, packed: Sequence[PackedShard]) -> Manifest:
     counts: Counter[int] = Counter()
     for shard in packed:
         counts.update(shard.label_counts)
-    bad = sorted((item for shard in packed for item in shard.bad), key=lambda item: item.path)
+    listed = job.source.bad_files() if isinstance(job.source, Lossy) else []
+    bad = sorted([*listed, *(item for shard in packed for item in shard.bad)], key=lambda item: item.path)
     if not any(shard.entry.num_records for shard in packed):
         raise InputError(f"no image of the source is a trainable JPEG; {bad[0].path}: {bad[0].reason}")
     return Manifest(
