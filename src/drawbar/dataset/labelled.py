@@ -14,12 +14,31 @@ from typing import Any
 
 from drawbar.dataset.example import encode_example
 from drawbar.dataset.items import CheckedImage, Item
-from drawbar.errors import InputError
+from drawbar.errors import DataError, InputError
 
-IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp", ".gif", ".bmp")
-"""Any case. They say which files are meant as images, never what is in them."""
+IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+"""Any case. Of files that lie in no class folder: they say which are meant as images, never what is in them."""
+OTHER_SUFFIXES = (
+    ".csv",
+    ".db",
+    ".htm",
+    ".html",
+    ".ini",
+    ".json",
+    ".log",
+    ".mat",
+    ".md",
+    ".txt",
+    ".xml",
+    ".yaml",
+    ".yml",
+)
+"""Any case. Of files that come with a set and are no images of it; everything else in a class folder is one, if a bad
+one."""
 
 _MAX_OPEN = 64
+_LARGEST_BYTES = 1 << 29
+"""More than any image within the pixel limit has, and what is read of a file is held in memory."""
 _NO_FLOATS = array("f")
 _NO_INTS = array("q")
 _CHANGED = "pack a source that nobody changes; finished shards are kept"
@@ -90,6 +109,8 @@ class LabelledSource:
     def read(self, item: Item) -> bytes:
         assert isinstance(item, LabelledItem)  # noqa: S101  our bug only
         size = item.size_bytes
+        if size > _LARGEST_BYTES:
+            raise DataError(f"{size} bytes are too many for an image")
         try:
             if item.archive >= 0:
                 data = os.pread(self._descriptor(item.archive), size, item.offset)
@@ -142,7 +163,13 @@ class LabelledSource:
 
 
 def is_image(name: str) -> bool:
-    return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
+    """Of a file in a class folder."""
+    return not name.startswith(".") and not name.lower().endswith(OTHER_SUFFIXES)
+
+
+def is_image_outside(name: str) -> bool:
+    """Of a file that lies in no class folder, where a README may lie too."""
+    return not name.startswith(".") and name.lower().endswith(IMAGE_SUFFIXES)
 
 
 def _read_file(path: str, size: int) -> bytes:
