@@ -276,7 +276,7 @@ def check_validation(folder: Path) -> None:
 
 
 def test_devkit_ids_are_mapped_and_not_taken_for_sorted(flat: Path, truth: Path, ids: Path, tmp_path: Path) -> None:
-    files = {"labels": truth, "class_ids": ids, "synsets": write(tmp_path / "synsets.txt", *SYNSETS)}
+    files: dict[str, Any] = {"labels": truth, "class_ids": ids, "synsets": write(tmp_path / "synsets.txt", *SYNSETS)}
     manifest = packed(flat, tmp_path / "out", **files)
     assert manifest.labels == tuple(SYNSETS)
     check_validation(tmp_path / "out")

@@ -188,20 +188,29 @@ def pack_folder(source: Path, dest: str, classes: Path | None, options: PackOpti
     def listed(progress: Progress, note: Note) -> Source:
         return scan_folder(source, classes, lambda count: progress("list", count, 0), note)
 
-    pack_source(listed, dest, "imagenet", options)
+    pack_source(listed, dest, "imagenet", options, listed_whole=source)
 
 
 def pack_imagenet(source: Path, dest: str, files: ImageNetFiles, options: PackOptions) -> None:
     def listed(progress: Progress, note: Note) -> Source:
         return scan_imagenet(source, files, lambda stage, count: progress(stage, count, 0), note)
 
-    pack_source(listed, dest, "imagenet", options)
+    pack_source(listed, dest, "imagenet", options, listed_whole=source)
 
 
 def pack_source(
-    listed: Callable[[Progress, Note], Source], dest: str, schema: RecordSchema, options: PackOptions
+    listed: Callable[[Progress, Note], Source],
+    dest: str,
+    schema: RecordSchema,
+    options: PackOptions,
+    *,
+    listed_whole: Path | None = None,
 ) -> None:
-    """Packs what `listed` returns, this rank's share of it where a launcher started several; prints what came out."""
+    """Packs what `listed` returns, this rank's share of it where a launcher started several; prints what came out.
+
+    `listed_whole` is a source folder in which everything counts: a destination in it would be taken for a part of it
+    when the command is given again.
+    """
     launched = launcher_rank()
     settings = PackSettings(
         num_shards=options.shards,
@@ -211,6 +220,9 @@ def pack_source(
         schema=schema,
     )
     target = destination(dest, options.endpoint, options.store_dir)
+    within = listed_whole and isinstance(target, FolderDestination) and _lies_in(target.folder, listed_whole)
+    if within:
+        raise InputError(f"the destination {dest} lies in the source {listed_whole}", hint="choose one outside of it")
     terminal = Terminal(quiet_stdout=options.json_out or options.quiet or launched.rank > 0)
     # Of several ranks one shows how far it is; what goes wrong, all say.
     progress: Progress = StageProgress(terminal) if launched.rank == 0 else (lambda stage, done, total: None)
@@ -239,6 +251,10 @@ def pack_source(
     else:
         row = _packed_row(dest, manifest) | {"warnings": warnings}
         _report(terminal, row, options.json_out, _packed_text(dest, manifest))
+
+
+def _lies_in(folder: Path, other: Path) -> bool:
+    return folder.resolve().is_relative_to(other.resolve())
 
 
 def _packed_row(dest: str, manifest: Manifest) -> dict[str, Any]:

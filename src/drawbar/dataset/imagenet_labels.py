@@ -88,7 +88,9 @@ def labels_of_images(source: Path, names: Sequence[str], files: ImageNetFiles) -
         labels = _all_synsets(files, synset_of, ids)
     unknown = sorted(set(synset_of) - set(labels))
     if unknown:
-        raise InputError(f"{files.labels} has the class {unknown[0]}, which is not among the {len(labels)} known ones")
+        raise InputError(
+            f"{files.labels} has the class {unknown[0]}, which is not among the {plural(len(labels), 'known one')}"
+        )
     return labels, synset_of
 
 
