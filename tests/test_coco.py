@@ -764,8 +764,40 @@ def test_layouts(folder: Path, tmp_path: Path) -> None:
     (folder / "train2017").rename(folder / "pictures")
     with pytest.raises(InputError, match=r"no images for .*instances_train2017.json: no .*train2017 and no .*.zip"):
         find_layout(folder, annotations=annotations)
+    with pytest.raises(InputError, match=r"no images for .*: no .*train2017 and no") as caught:
+        find_layout(annotations)
+    assert str(caught.value.hint).startswith("name their folder or zip archive with --images; ")
     with pytest.raises(InputError, match=r"instances_train2014.json has no 'images'"):
         index_instances(annotations.with_name("instances_train2014.json"))
+
+
+def test_images_are_found_beside_the_folder_of_an_annotation_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = find_layout(folder)
+    assert find_layout(wanted.annotations) == wanted
+    monkeypatch.chdir(folder / "annotations")
+    assert find_layout(Path("instances_train2017.json")).images.samefile(wanted.images)
+    monkeypatch.chdir(folder)
+    assert find_layout(Path("annotations/instances_train2017.json")).images == Path("train2017")
+    Path("train2017").rename("elsewhere")
+    Path("train2017.zip").touch()
+    assert find_layout(wanted.annotations).images == folder / "train2017.zip"
+
+
+def test_hints_name_the_files_of_the_split(folder: Path) -> None:
+    for split, name in (("validation", "val2017"), ("train", "train2017"), ("minival", "minival2017")):
+        with pytest.raises(InputError) as caught:
+            find_layout(folder / "train2017", split)
+        assert caught.value.hint == (
+            f"expected SRC/annotations/instances_{name}.json beside SRC/{name}/ or SRC/{name}.zip"
+        )
+    (folder / "drawbar-synthetic-validation.json").write_text("{}")
+    with pytest.raises(InputError, match="found none") as caught:
+        find_layout(folder, "validation")
+    assert "give its `drawbar data make` command again" in str(caught.value.hint)
+    with pytest.raises(InputError, match=r"^s3://coco/all is an address"):
+        find_layout(Path("s3://coco/all"))
 
 
 def test_fingerprint_follows_the_content(folder: Path) -> None:

@@ -390,13 +390,14 @@ def check_validation(folder: Path) -> None:
 
 
 def test_devkit_ids_are_mapped_and_not_taken_for_sorted(flat: Path, truth: Path, ids: Path, tmp_path: Path) -> None:
-    manifest = packed(flat, tmp_path / "out", labels=truth, class_ids=ids)
+    files: dict[str, Any] = {"labels": truth, "class_ids": ids, "synsets": write(tmp_path / "synsets.txt", *SYNSETS)}
+    manifest = packed(flat, tmp_path / "out", **files)
     assert manifest.labels == tuple(SYNSETS)
     check_validation(tmp_path / "out")
     first = examples(tmp_path / "out")["ILSVRC2012_val_00000001.JPEG"]
     assert first["image/class/label"] == [3]  # the devkit's 1
     archive = tar_of(tmp_path / "val.tar", {path.name: path.read_bytes() for path in flat.iterdir()})
-    assert packed(archive, tmp_path / "out2", labels=truth, class_ids=ids) == manifest
+    assert packed(archive, tmp_path / "out2", **files) == manifest
     assert shards(tmp_path / "out2") == shards(tmp_path / "out")
 
 
@@ -452,7 +453,7 @@ def test_synsets_by_image(flat: Path, tmp_path: Path, line: Callable[[int, str],
 
 def test_wrong_label_files(flat: Path, truth: Path, ids: Path, images: Path, tmp_path: Path) -> None:
     synsets = write(tmp_path / "synsets.txt", *SYNSETS)
-    good = ImageNetFiles(labels=truth, class_ids=ids)
+    good = ImageNetFiles(labels=truth, class_ids=ids, synsets=synsets)
     many = [f"n{number:08d}" for number in range(1000)]
 
     def lines(*text: str) -> Path:
@@ -472,7 +473,16 @@ def test_wrong_label_files(flat: Path, truth: Path, ids: Path, images: Path, tmp
         (replace(good, labels=lines(*by_name, by_name[0])), "is there twice"),
         (replace(good, labels=lines(*by_name, "ILSVRC2012_val_9")), "names no label"),
         (replace(good, labels=None), "their labels are needed"),
-        (replace(good, labels=lines(*VALIDATION), class_ids=None), "which classes there are is not known"),
+        (
+            replace(good, labels=lines(*VALIDATION), class_ids=None, synsets=None),
+            "which classes there are is not known: .* names 5 synsets, ILSVRC2012 has 1000",
+        ),
+        (replace(good, synsets=None), "which classes there are is not known: .*ids.txt names 5 synsets"),
+        (
+            replace(good, class_ids=lines(*(f"{n} {SYNSETS[n - 1]}" for n in (3, 1, 5, 2, 4)))),
+            "numbers the synsets in sorted order, which the devkit does not",
+        ),
+        (replace(good, class_ids=lines("2 n01443537", "1 n01440764")), "numbers the synsets in sorted order"),
         (replace(good, class_ids=lines(*SYNSETS)), "1: 'n01440764' is not `ID SYNSET`"),
         (replace(good, class_ids=lines("1 n01440764", "1 n01443537")), "2: 1 or n01443537 is there twice"),
         (replace(good, class_ids=lines("1 n01440764", "2 n01440764")), "2: 2 or n01440764 is there twice"),
@@ -510,6 +520,115 @@ def test_labels_count_all_classes_also_those_without_images(images: Path, tmp_pa
     assert found["n01440764_0.JPEG"]["image/class/label"] == [2]
     assert found["n01440764_0.JPEG"]["image/class/text"] == [b"tench, Tinca tinca"]
     assert found["n01443537_1.JPEG"]["image/class/text"] == [b"the n01443537"]
+
+
+# Lists that name all 1,000 classes
+
+
+THOUSAND = [f"n{number:08d}" for number in range(7, 3007, 3)]
+
+
+@pytest.fixture(scope="module")
+def thousand(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A flat validation tar of an image per class, and the synset of each in order of the names."""
+    folder = tmp_path_factory.mktemp("thousand")
+    image = jpeg(3, 16, 16)
+    files = {f"ILSVRC2012_val_{number:08d}.JPEG": image for number in range(1, 1001)}
+    return tar_of(folder / "ILSVRC2012_img_val.tar", files), random.Random(2).sample(THOUSAND, 1000)
+
+
+def test_a_list_of_all_classes_needs_no_other(thousand: tuple[Path, list[str]], tmp_path: Path) -> None:
+    """The command of docs/data.md."""
+    tar, synsets = thousand
+    labels = write(tmp_path / "val_synsets.txt", *synsets)
+    out = tmp_path / "out"
+    done = drawbar("data", "pack", "imagenet", tar, out, "--split", "validation", "--labels", labels, "--workers", "1")
+    assert done.code == 0, done.stderr
+    assert done.stdout.startswith("1000 records in 128 shards")
+    assert "warning" not in done.stderr
+    assert Manifest.loads((out / "manifest.json").read_bytes()).labels == tuple(THOUSAND)
+    source = scan_imagenet(tar, ImageNetFiles(labels=labels))
+    assert [source.labels[source.item_labels(item)[0] - 1] for item in source.items()] == synsets
+    write(labels, *synsets[:-1], synsets[0])
+    with pytest.raises(InputError, match=r"val_synsets.txt names 999 synsets, ILSVRC2012 has 1000") as caught:
+        scan_imagenet(tar, ImageNetFiles(labels=labels))
+    assert "--synsets" in str(caught.value.hint)
+
+
+def test_class_ids_of_all_classes_need_no_list(thousand: tuple[Path, list[str]], tmp_path: Path) -> None:
+    tar, synsets = thousand
+    ids = random.Random(3).sample(THOUSAND, 1000)
+    number_of = {synset: number for number, synset in enumerate(ids, start=1)}
+    truth = write(tmp_path / "truth.txt", *(str(number_of[synset]) for synset in synsets))
+    class_ids = write(tmp_path / "ids.txt", *(f"{number_of[synset]} {synset}" for synset in THOUSAND))
+    source = scan_imagenet(tar, ImageNetFiles(labels=truth, class_ids=class_ids))
+    assert source.labels == tuple(THOUSAND)
+    assert [source.labels[source.item_labels(item)[0] - 1] for item in source.items()] == synsets
+    in_order = random.Random(4).sample([f"{n} {s}" for n, s in enumerate(THOUSAND, start=1)], 1000)
+    with pytest.raises(InputError, match="numbers the synsets in sorted order"):
+        scan_imagenet(tar, ImageNetFiles(labels=truth, class_ids=write(class_ids, *in_order)))
+
+
+# What is only said
+
+
+def notes_of(source: Path, **files: Any) -> list[str]:
+    notes: list[str] = []
+    scan_imagenet(source, ImageNetFiles(**files), note=notes.append)
+    return notes
+
+
+def test_classes_that_are_not_there_are_said(images: Path, tmp_path: Path) -> None:
+    (note,) = notes_of(images)
+    assert note.startswith("5 classes, where ILSVRC2012 has 1000")
+    more = write(tmp_path / "synsets.txt", *SYNSETS, "n01500000")
+    (note,) = notes_of(images, synsets=more)
+    assert note.startswith("1 of 6 classes has no image: n01500000 (label 3)")
+
+
+def test_boxes_of_other_images_are_said(images: Path, tmp_path: Path) -> None:
+    synsets = write(tmp_path / "synsets.txt", *SYNSETS)
+
+    def said(*lines: str) -> list[str]:
+        return notes_of(images, synsets=synsets, boxes=write(tmp_path / "boxes.csv", *lines))
+
+    here, there, where = "n01440764_0.JPEG,0,0,1,1", "val_1.JPEG,0,0,1,1", "val_2.JPEG,0,0,1,1"
+    assert said(here, there) == []
+    assert "has boxes for 3 images, of which only 1 is in this set" in said(here, there, where)[0]
+    assert "has boxes for 2 images, of which none is in this set" in said(there, where)[0]
+
+
+def test_what_is_ignored_in_folders_and_tars(tmp_path: Path) -> None:
+    source, synsets = tmp_path / "source", write(tmp_path / "synsets.txt", "n01440764")
+    for name in ("n01440764/sub", "n0144", "n01440764"):
+        (source / name).mkdir(parents=True, exist_ok=True)
+    for name in ("n01440764/a", "n01440764/sub/b.JPEG", "LICENSE"):
+        (source / name).write_bytes(jpeg())
+    (source / "n02119789.tar").symlink_to(tmp_path / "nothing")
+    listed = scan_imagenet(source, ImageNetFiles(synsets=synsets))
+    assert [item.path for item in listed.items()] == ["n01440764/a"]
+    assert listed.notes()["ignored"] == {
+        "loose_files": {"count": 1, "example": "LICENSE"},
+        "sub_folders": {"count": 1, "example": "n01440764/sub"},
+        "other_folders": {"count": 1, "example": "n0144"},
+        "not_readable": {"count": 1, "example": "n02119789.tar"},
+    }
+    inner = tar_bytes({"a": jpeg(), "b.txt": b"no image"})
+    tar = tar_of(tmp_path / "train.tar", {"n01440764.tar": inner, "README": b"no image", "sums.md": b"no image"})
+    listed = scan_imagenet(tar, ImageNetFiles(synsets=synsets))
+    assert [item.path for item in listed.items()] == ["n01440764/a"]
+    assert listed.notes()["ignored"] == {"loose_files": {"count": 1, "example": "README"}}
+
+
+def test_addresses_are_no_sources(images: Path) -> None:
+    url = Path("s3://a/b")
+    for source, files in (
+        (url, ImageNetFiles()),
+        (images, ImageNetFiles(boxes=url)),
+        (images, ImageNetFiles(synsets=url)),
+    ):
+        with pytest.raises(InputError, match=r"^s3://a/b is an address, and sources are local"):
+            scan_imagenet(source, files)
 
 
 # Boxes
@@ -582,6 +701,7 @@ def test_boxes_from_every_form(images: Path, tmp_path: Path) -> None:
     assert first.notes == {
         "boxes_read": 9,
         "boxes_swapped": 1,
+        "boxes_clamped": 1,
         "boxes_dropped": 3,
         "images_with_boxes": 4,
     }
@@ -604,6 +724,7 @@ def test_relative_boxes(images: Path, tmp_path: Path) -> None:
     manifest = packed(images, tmp_path / "out", boxes=table)
     check_boxes(tmp_path / "out")
     assert manifest.notes["boxes_dropped"] == 1
+    assert manifest.notes["boxes_clamped"] == 1
 
 
 def test_boxes_decide_which_set_it_is(images: Path, tmp_path: Path) -> None:
@@ -667,4 +788,7 @@ def test_the_command(images: Path, tmp_path: Path) -> None:
     refused = drawbar("data", "pack", "imagenet", tar, tmp_path / "out2")
     assert refused.code == 2
     assert refused.error_line == "error: 1024 shards for 23 images; expected at most one shard per image"
-    assert not list((tmp_path / "out2").iterdir())
+    assert not (tmp_path / "out2").exists()
+    refused = drawbar("data", "pack", "imagenet", tar, tmp_path / "out2", "--split", "val")
+    assert refused.error_line.startswith("error: 128 shards for 23 images")
+    assert "; 9 boxes read: 1 swapped, 1 clamped, 3 dropped; 4 images have boxes" in done.stdout

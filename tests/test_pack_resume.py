@@ -796,4 +796,8 @@ def test_the_command_line(images: Path, tmp_path: Path) -> None:
     assert (row["records"], row["shards"], row["bad"], row["fixed"]) == (1, 1, 1, 0)
     again = drawbar("data", "pack", "folder", source, out, "--shards", "1", "--on-bad", "fail")
     assert again.code == 2
-    assert "packed with --on-bad fix, 1 files were bad: n01/b.jpg" in again.error_line
+    assert "packed with --on-bad fix, with 1 bad file: n01/b.jpg" in again.error_line
+    inside = drawbar("data", "pack", "folder", source, source / "out", "--shards", "1")
+    assert inside.code == 2
+    assert inside.error_line == f"error: the destination {source / 'out'} lies in the source {source}"
+    assert not (source / "out").exists()

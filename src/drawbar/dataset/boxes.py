@@ -1,7 +1,7 @@
 """Bounding boxes of ImageNet, from the annotation XML tree, a tar of it, or a CSV.
 
 They are divided by the size that the annotator saw, which is not always the file's; swapped where min and max are
-reversed; clamped to 0..1; dropped where nothing is left. Each is counted.
+reversed; clamped to 0..1; dropped where nothing is left. How many were read, and each of the last three, is counted.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import BinaryIO, cast
 from xml.etree import ElementTree
 
 from drawbar.dataset.archive import TarReader, looks_like_tar
+from drawbar.dataset.folder import refuse_url
 from drawbar.dataset.imagenet_labels import SYNSET
 from drawbar.errors import DataError, InputError
 
@@ -46,6 +47,8 @@ class Boxes:
     """xmin, ymin, xmax, ymax of each, as native 4-byte floats."""
     read: int = 0
     swapped: int = 0
+    clamped: int = 0
+    """Reached out of the image, and were cut at its edge."""
     dropped: int = 0
     _taken: dict[str, str] = field(default_factory=dict)
     """Which image took the boxes of a key."""
@@ -84,15 +87,22 @@ class Boxes:
         if width <= 0 or height <= 0:
             self.dropped += 1
             return
+        reaches_out = xmin < 0 or ymin < 0 or xmax > width or ymax > height
         xmin, xmax = (min(max(side / width, 0.0), 1.0) for side in (xmin, xmax))
         ymin, ymax = (min(max(side / height, 0.0), 1.0) for side in (ymin, ymax))
         if not (xmin < xmax and ymin < ymax):  # so, as one may be no number
             self.dropped += 1
             return
+        self.clamped += reaches_out
         self.of_image[image] = self.of_image.get(image, b"") + _FLOATS.pack(xmin, ymin, xmax, ymax)
 
     def notes(self) -> dict[str, int]:
-        return {"boxes_read": self.read, "boxes_swapped": self.swapped, "boxes_dropped": self.dropped}
+        return {
+            "boxes_read": self.read,
+            "boxes_swapped": self.swapped,
+            "boxes_clamped": self.clamped,
+            "boxes_dropped": self.dropped,
+        }
 
 
 def read_boxes(path: Path, listed: Callable[[int], None] = lambda boxes: None) -> Boxes:
@@ -102,6 +112,7 @@ def read_boxes(path: Path, listed: Callable[[int], None] = lambda boxes: None) -
     image of that size. `listed` is told how many boxes were read so far. Raises InputError for what is none of these,
     and for a damaged file, naming the place.
     """
+    refuse_url(path)
     boxes = Boxes()
     reported = 0
     try:

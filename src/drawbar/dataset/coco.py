@@ -28,13 +28,13 @@ from drawbar.dataset.coco_index import (
     index_instances,
     left_out,
 )
-from drawbar.dataset.items import CheckedImage, Item
+from drawbar.dataset.folder import refuse_url
+from drawbar.dataset.items import CheckedImage, Item, plural
 from drawbar.dataset.manifest import BadFile
 from drawbar.errors import DataError, InputError
 
 OnBad = Literal["fail", "skip", "fix"]
 
-_LAYOUT_HINT = "expected SRC/annotations/instances_train2017.json beside SRC/train2017/ or SRC/train2017.zip"
 _SHORT_SPLITS = {"validation": "val"}
 
 
@@ -58,19 +58,26 @@ def find_layout(
 ) -> Layout:
     """COCO's own layout under `source`, for a split `train` or `validation`; what is given by name is not looked for.
 
-    A captions file is used where it lies beside the instances. Raises InputError where something is not there or
-    could be several things.
+    `source` may be an annotation file: its images lie beside it, or beside its folder, as in COCO's own layout. A
+    captions file is used where it lies beside the instances. Raises InputError where something is not there or could
+    be several things.
     """
+    for path in (source, annotations, images, captions):
+        if path is not None:
+            refuse_url(path)
     if annotations is None:
         annotations = source if source.is_file() else _annotations(source, split)
     name = annotations.stem.removeprefix("instances_")
     if images is None:
-        root = annotations.parent if source.is_file() else source
-        candidates = [root / name, root / "images" / name, root / f"{name}.zip", root / "images"]
-        images = next((path for path in candidates if path.exists()), None)
+        beside = annotations.parent
+        roots = [beside, Path(os.path.normpath(beside / ".."))] if source.is_file() else [source]
+        places = [(root / name, root / "images" / name, root / f"{name}.zip", root / "images") for root in roots]
+        images = next((path for candidates in places for path in candidates if path.exists()), None)
         if images is None:
+            looked = " and ".join(f"no {path}" for candidates in places for path in (candidates[0], candidates[2]))
             raise InputError(
-                f"no images for {annotations}: no {candidates[0]} and no {candidates[2]}", hint=_LAYOUT_HINT
+                f"no images for {annotations}: {looked}",
+                hint=f"name their folder or zip archive with --images; without, {_layout_hint(split)}",
             )
     if captions is None:
         beside = annotations.with_name(f"captions_{name}.json")
@@ -80,19 +87,27 @@ def find_layout(
 
 def _annotations(source: Path, split: str) -> Path:
     if not source.is_dir():
-        raise InputError(f"no source folder: {source}", hint=_LAYOUT_HINT)
+        raise InputError(f"no source folder: {source}", hint=_layout_hint(split))
     short = _SHORT_SPLITS.get(split, split)
     folder = source / "annotations" if (source / "annotations").is_dir() else source
     found = sorted(folder.glob(f"instances_{short}*.json"))
     if len(found) != 1:
         what = f"several: {', '.join(path.name for path in found)}" if found else "none"
         packed = next(iter(sorted(source.glob("annotations*.zip"))), None)
-        hint = f"unpack {packed} first" if packed else _LAYOUT_HINT
+        if any(source.glob(f"drawbar-synthetic-{short}*.json")):
+            hint = "a synthetic set whose making did not end has none: give its `drawbar data make` command again"
+        else:
+            hint = f"unpack {packed} first" if packed else _layout_hint(split)
         raise InputError(
             f"expected one file instances_{short}*.json in {folder}, found {what}",
             hint="name it with --annotations" if found else hint,
         )
     return found[0]
+
+
+def _layout_hint(split: str) -> str:
+    name = f"{_SHORT_SPLITS.get(split, split)}2017"
+    return f"expected SRC/annotations/instances_{name}.json beside SRC/{name}/ or SRC/{name}.zip"
 
 
 # Where annotations lie
@@ -278,7 +293,8 @@ def open_coco(
     items, missing = _items(index, images)
     if len(missing) == len(items):
         raise InputError(
-            f"{layout.images} holds none of the {len(items)} images of {layout.annotations}, such as {missing[0]}",
+            f"{layout.images} holds none of the {plural(len(items), 'image')} of {layout.annotations}, such as "
+            f"{missing[0]}",
             hint="the images folder and the annotation file must be of the same split",
         )
     if on_bad == "fail":
@@ -306,6 +322,5 @@ def _refuse(layout: Layout, found: Sequence[Fault], missing: Sequence[str]) -> N
 
 def _some(found: Sequence[Fault | str], what: str, then: str = "") -> str:
     more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
-    plural = "" if len(found) == 1 else "s"
-    many = f"{what[:-1]}ies" if plural and what.endswith("y") else what + plural
-    return f"{len(found)} {many}{' ' + then if then else ''}: {'; '.join(map(str, found[:3]))}{more}"
+    many = plural(len(found), what, f"{what[:-1]}ies" if what.endswith("y") else "")
+    return f"{many}{' ' + then if then else ''}: {'; '.join(map(str, found[:3]))}{more}"

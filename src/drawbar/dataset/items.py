@@ -15,6 +15,17 @@ from drawbar.dataset.manifest import BadFile
 
 Progress = Callable[[str, int, int], None]
 """Stage, images done, images in all (0: not known yet). Called from the caller's own thread."""
+Note = Callable[[str], None]
+"""Told, in a line each, what a person should know though packing goes on."""
+
+
+def no_note(text: str) -> None:
+    pass
+
+
+def plural(count: int, noun: str, nouns: str = "") -> str:
+    """`1 shard`, `2 shards`; `nouns` is for a noun that takes more than an s."""
+    return f"{count} {noun if count == 1 else nouns or noun + 's'}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,25 @@ from drawbar.dataset.example import encode_example
 from drawbar.dataset.items import CheckedImage, Item
 from drawbar.errors import DataError, InputError
 
-IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp", ".gif", ".bmp")
-"""Any case. They say which files are meant as images, never what is in them."""
+IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+"""Any case. Of files that lie in no class folder: they say which are meant as images, never what is in them."""
+OTHER_SUFFIXES = (
+    ".csv",
+    ".db",
+    ".htm",
+    ".html",
+    ".ini",
+    ".json",
+    ".log",
+    ".mat",
+    ".md",
+    ".txt",
+    ".xml",
+    ".yaml",
+    ".yml",
+)
+"""Any case. Of files that come with a set and are no images of it; everything else in a class folder is one, if a bad
+one."""
 
 DANGLING_LINK, LINK_LOOP, NO_REGULAR_FILE = -2, -3, -4
 UNREADABLE = {
@@ -152,7 +169,13 @@ class LabelledSource:
 
 
 def is_image(name: str) -> bool:
-    return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
+    """Of a file in a class folder."""
+    return not name.startswith(".") and not name.lower().endswith(OTHER_SUFFIXES)
+
+
+def is_image_outside(name: str) -> bool:
+    """Of a file that lies in no class folder, where a README may lie too."""
+    return not name.startswith(".") and name.lower().endswith(IMAGE_SUFFIXES)
 
 
 def _read_file(path: str, size: int) -> bytes:
