@@ -115,9 +115,10 @@ def test_a_class_folder_that_leads_nowhere_would_shift_the_labels(source: Path, 
 @pytest.mark.timeout(20)
 def test_a_pipe_is_no_archive(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / f"{FIRST}.tar")
-    for source in (tmp_path, tmp_path / f"{FIRST}.tar"):
-        with pytest.raises(InputError, match=f"cannot read the source .*{FIRST}.tar: Illegal seek"):
-            scan_imagenet(source, ImageNetFiles())
+    with pytest.raises(InputError, match=f"cannot read the source .*{FIRST}.tar: Illegal seek"):
+        scan_imagenet(tmp_path / f"{FIRST}.tar", ImageNetFiles())
+    with pytest.raises(InputError, match=f"is no layout of ImageNet: it holds {FIRST}.tar"):
+        scan_imagenet(tmp_path, ImageNetFiles())
 
 
 def test_a_link_that_is_no_class_is_not(source: Path) -> None:
