@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
+import shutil
 import tracemalloc
 import zipfile
 from collections.abc import Sequence
@@ -27,7 +29,7 @@ from drawbar.dataset.coco_json import JsonFile
 from drawbar.dataset.coco_mask import decode_counts, encode_counts, encode_png, expand_counts, rasterise
 from drawbar.dataset.destination import FolderDestination
 from drawbar.dataset.example import decode_example
-from drawbar.dataset.items import CheckedImage, Item
+from drawbar.dataset.items import CheckedImage
 from drawbar.dataset.jpeg import parse_header
 from drawbar.dataset.pack import pack
 from drawbar.dataset.shard_writer import PackSettings
@@ -445,13 +447,34 @@ FAULTS = [
     ({"annotations": [annotation(7, 1)]}, "annotation 7: the id comes twice"),
     ({"annotations": [annotation(50, 1, bbox=[1, 2, 3])]}, r"annotation 50: bbox is \[1, 2, 3\]; expected 4 numbers"),
     ({"annotations": [annotation(50, 1, bbox=[1, 2, 3, float("inf")])]}, "annotation 50: bbox is"),
+    ({"annotations": [{"id": 50, "image_id": 1, "category_id": 1}]}, "annotation 50: bbox is missing"),
     ({"annotations": [annotation(50, 1, area="big")]}, "annotation 50: area is"),
+    ({"annotations": [annotation(50, 1, area=-5)]}, "annotation 50: area is -5"),
+    ({"annotations": [annotation(50, 1, area=1e300)]}, r"annotation 50: area is 1e\+300; records hold 32 bits"),
+    ({"annotations": [annotation(50, 1, area=None)]}, "annotation 50: area is"),
+    (
+        {"annotations": [annotation(50, 1, segmentation={"counts": "zzzz\x7f", "size": [HEIGHT, WIDTH]})]},
+        "annotation 50: damaged compressed run lengths",
+    ),
+    (
+        {"annotations": [annotation(50, 1, segmentation={"counts": [0, 10], "size": [HEIGHT, WIDTH]})]},
+        "annotation 50: run lengths add up to 10; 80x60 pixels have 4800",
+    ),
+    (
+        {"annotations": [annotation(50, 1, segmentation={"counts": [4800], "size": [WIDTH, HEIGHT]})]},
+        r"annotation 50: mask of size \[80, 60\]; the image has \[60, 80\]",
+    ),
+    ({"annotations": [annotation(50, 1, segmentation=[[1e18] * 8])]}, "annotation 50: a polygon reaches far outside"),
+    ({"annotations": [annotation(50, 1, segmentation=[[10**400] * 8])]}, "annotation 50: a polygon reaches far out"),
+    ({"annotations": [annotation(50, 1, segmentation=[[float("nan")] * 8])]}, "annotation 50: a polygon reaches far"),
+    ({"annotations": [annotation(50, 1, segmentation=[["1"] * 8])]}, "annotation 50: a polygon holds something else"),
+    ({"images": [image(5, id=5.0)]}, r"image at byte offset \d+: id is 5.0; expected a whole number"),
     ({"annotations": [annotation(50, 1, iscrowd=2)]}, "annotation 50: iscrowd is 2; expected 0 or 1"),
     ({"annotations": [annotation(50, 1, segmentation=[])]}, "annotation 50: no segmentation"),
     ({"annotations": [annotation(50, 1) | {"image_id": "1"}]}, "annotation 50: image_id is '1'; expected a whole"),
     ({"annotations": [annotation(1 << 70, 1)]}, r"annotation 1180591620717411303424: id is"),
     ({"annotations": [[1]]}, r"annotation at byte offset \d+: id is missing"),
-    ({"images": [image(1, file_name="x.jpg")]}, "image 1: the id comes twice"),
+    ({"images": [image(1)]}, "image 1: the file name '000000000001.jpg' comes twice"),
     ({"images": [image(5, file_name="000000000001.jpg")]}, "image 5: the file name '000000000001.jpg' comes twice"),
     ({"images": [image(5, file_name="../../etc/passwd")]}, "leads out of the images folder"),
     ({"images": [image(5, file_name="/etc/passwd")]}, "leads out of the images folder"),
@@ -469,8 +492,210 @@ def test_faults_are_named_or_left_out(tmp_path: Path, changes: dict[str, Any], l
     source = open_coco(find_layout(folder), on_bad="skip")
     (fault,) = source.notes()["faults"]
     assert fault in caught.value.message
+    assert line.partition(":")[0].split(" ")[0] in source.loss()  # said while packing
+    (key,) = changes
+    assert sum(source.notes()["annotations_left_out"].values()) == (5 + 1 if key == "annotations" else 5)
+    assert [bad.reason for bad in source.bad_files()] == ([fault] if key == "images" else [])
     sound = open_coco(find_layout(write(tmp_path / "sound", instances())))
     assert examples(source) == examples(sound)
+
+
+def test_lone_surrogates_are_faults(tmp_path: Path) -> None:
+    """Text that JSON can hold and UTF-8 cannot."""
+    tree = instances()
+    tree["images"].append(image(5, file_name="\ud800.jpg"))
+    tree["categories"] = [*tree["categories"], {"id": 14, "name": "\udfff"}]
+    folder = write(tmp_path, instances(), annotations=[{"image_id": 2, "id": 1, "caption": "\ud800"}])
+    (folder / "annotations" / "instances_train2017.json").write_text(json.dumps(tree))
+    source = open_coco(find_layout(folder), on_bad="skip")
+    assert len(examples(source)) == 4
+    faults = source.notes()["faults"]
+    assert [fault.partition(":")[0].partition(" at ")[0] for fault in faults] == ["category 14", "image 5", "caption 1"]
+    assert all("half of a surrogate pair" in fault and fault.isascii() for fault in faults)
+    assert [bad.path for bad in source.bad_files()] == [r"\ud800.jpg"]
+    manifest = pack(source, FolderDestination(tmp_path / "p"), PackSettings(1, schema="coco", on_bad="fix"))
+    assert manifest.bad_paths("skipped") == [r"\ud800.jpg"]
+
+
+def test_bytes_that_are_no_utf8(folder: Path) -> None:
+    path = folder / "annotations" / "instances_train2017.json"
+    raw = path.read_bytes().replace(b'"area": 12,', b'"area": 12, "note": "caf\xe9",')
+    path.write_bytes(raw)
+    at = raw.index(b"\xe9")
+    with pytest.raises(InputError, match=rf"has 1 fault: annotation 7: byte offset {at} is no UTF-8 text"):
+        open_coco(find_layout(folder))
+    source = open_coco(find_layout(folder), on_bad="fix")
+    assert examples(source)[b"000000000002.jpg"]["image/object/class/label"] == [13, 1]
+    assert source.notes()["annotations_left_out"]["no UTF-8 text"] == 1
+
+
+def test_images_left_out_are_listed_and_their_annotations_counted(tmp_path: Path) -> None:
+    tree = instances()
+    tree["images"] += [image(5, file_name="000000000001.jpg"), image(6, file_name="/etc/pässwörd"), image(1 << 70)]
+    tree["annotations"] += [annotation(50, 5), annotation(51, 6), annotation(52, 77), annotation(53, 1, area=-1)]
+    source = open_coco(find_layout(write(tmp_path, tree)), on_bad="fix")
+    notes: list[str] = []
+    dest = FolderDestination(tmp_path / "p")
+    manifest = pack(source, dest, PackSettings(1, schema="coco", on_bad="fix"), note=notes.append)
+    (line,) = notes
+    assert line.startswith("9 of 14 annotations left out: ")
+    for part in ("image left out x2", "unknown image x1", "bad area x1", "no width or no height x2", "outside the"):
+        assert part in line
+    assert "3 image entries left out: image " in line
+    assert sorted(manifest.bad_paths("skipped")) == ["/etc/pässwörd", "000000000001.jpg", f"{1 << 70:012d}.jpg"]
+    assert manifest.notes["annotations_left_out"]["image left out"] == 2
+    assert pack(source, dest, PackSettings(1, schema="coco", on_bad="fix")) == manifest
+
+
+def test_an_id_of_several_files_is_no_ones(tmp_path: Path) -> None:
+    """Which of them its annotations were made on cannot be known."""
+    folder = write(tmp_path, broken(images=[image(2, file_name="x.jpg")]))
+    (folder / "train2017" / "x.jpg").write_bytes(jpeg(9))
+    with pytest.raises(InputError, match=r"image 2: the id comes twice, for '0+2.jpg' and 'x.jpg'|'x.jpg' and '0+2"):
+        open_coco(find_layout(folder))
+    source = open_coco(find_layout(folder), on_bad="skip")
+    assert [item.path for item in source.items()] == [f"{number:012d}.jpg" for number in (1, 3, 4)]
+    assert sorted(bad.path for bad in source.bad_files()) == ["000000000002.jpg", "x.jpg"]
+    assert source.notes()["annotations_left_out"]["image left out"] == 3
+    tree = instances() | {"images": [image(1), image(1, file_name="x.jpg")]}
+    with pytest.raises(InputError, match=r"lists no usable image: image 1: the id comes twice"):
+        open_coco(find_layout(write(tmp_path, tree)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"categories": []}, "none of its 10 annotations can be used: unknown category x10$"),
+        ({"images": [image(number + 90, file_name=f"{number:012d}.jpg") for number in (1, 2)]}, "unknown image x10$"),
+    ],
+)
+def test_annotations_none_of_which_can_be_used(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    folder = write(tmp_path, instances() | changes)
+    for policy in ("fix", "skip", "fail"):
+        with pytest.raises(InputError, match=reason):
+            open_coco(find_layout(folder), on_bad=policy)
+    (folder / "annotations" / "instances_train2017.json").write_text(json.dumps(instances() | {"annotations": []}))
+    assert len(examples(open_coco(find_layout(folder)))) == 4
+
+
+def test_without_masks_no_segmentation_is_needed(folder: Path) -> None:
+    tree = instances()
+    del tree["annotations"][1]["segmentation"]
+    tree["annotations"][3]["segmentation"] = [["no number"] * 8]
+    write(folder, tree)
+    found = examples(open_coco(find_layout(folder), masks=False))
+    assert found[b"000000000002.jpg"]["image/object/class/label"] == [90, 13, 1]
+    source = open_coco(find_layout(folder), on_bad="skip")
+    assert examples(source)[b"000000000002.jpg"]["image/object/class/label"] == [1]
+    assert (
+        source.notes()["annotations_left_out"] | {"no segmentation": 1, "bad segmentation": 1}
+        == (source.notes()["annotations_left_out"])
+    )
+
+
+def test_masks_of_an_absurd_size_are_never_drawn(folder: Path, tmp_path: Path) -> None:
+    """Neither for a file of another size, nor for one that claims the same, nor for one that is mended."""
+    tree = instances()
+    for each in tree["images"]:
+        if each["id"] in (1, 2, 4):
+            each.update(width=60000, height=60000)
+    tree["annotations"] = [annotation(number, number, (0, 0, 50000, 50000)) for number in (1, 2, 4)]
+    write(folder, tree)
+    bomb = bytearray(jpeg(4))
+    at = parse_header(bytes(bomb)).frame_offset + 5
+    bomb[at : at + 4] = (60000).to_bytes(2, "big") * 2
+    (folder / "train2017" / "000000000004.jpg").write_bytes(bomb)
+    png = cv2.imencode(".png", np.zeros((HEIGHT, WIDTH, 3), np.uint8))[1].tobytes()
+    (folder / "train2017" / "000000000002.jpg").write_bytes(png)
+    source = open_coco(find_layout(folder), on_bad="fix")
+    manifest = pack(source, FolderDestination(tmp_path / "p"), PackSettings(1, schema="coco", on_bad="fix"))
+    assert {bad.path[11]: bad.reason for bad in manifest.bad} == {
+        "1": "80x60 pixels; the annotations say 60000x60000",
+        "2": "000000000002.jpg: 80x60 pixels; the annotations say 60000x60000",
+        "4": "absurd size: 60000x60000 pixels, more than 67108864",
+    }
+    assert manifest.num_records == 1
+
+
+def test_files_too_large_to_be_images_are_not_read(folder: Path, tmp_path: Path) -> None:
+    with (folder / "train2017" / "000000000002.jpg").open("r+b") as file:
+        file.truncate(900 << 20)
+    source = open_coco(find_layout(folder), on_bad="fix")
+    tracemalloc.start()
+    manifest = pack(source, FolderDestination(tmp_path / "p"), PackSettings(1, schema="coco", on_bad="fix"), workers=1)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 100e6
+    assert [bad.reason for bad in manifest.bad] == [f"absurd size: {900 << 20} bytes, more than {128 << 20}"]
+
+
+def test_large_members_of_a_zip_are_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drawbar.dataset.jpeg.MAX_FILE_BYTES", 1000)
+    with zipfile.ZipFile(tmp_path / "x.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for size in (1000, 1001):
+            archive.writestr(f"{size}", bytes(size))
+    index = ZipIndex(tmp_path / "x.zip")
+    assert index.read("1000") == bytes(1000)
+    with pytest.raises(DataError, match="absurd size: 1001 bytes, more than 1000"):
+        index.read("1001")
+
+
+def test_names_of_what_is_no_file(tmp_path: Path) -> None:
+    """A folder, a pipe (opening it would wait for ever), a name too long, one below a file, a link to itself."""
+    names = (".", "pipe", "x" * 300, "000000000001.jpg/y", "loop")
+    tree = instances()
+    tree["images"] += [image(10 + number, file_name=name) for number, name in enumerate(names)]
+    folder = write(tmp_path, tree)
+    os.mkfifo(folder / "train2017" / "pipe")
+    (folder / "train2017" / "loop").symlink_to("loop")
+    source = open_coco(find_layout(folder), on_bad="fix")
+    manifest = pack(source, FolderDestination(tmp_path / "p"), PackSettings(1, schema="coco", on_bad="fix"), workers=1)
+    assert manifest.num_records == 4
+    assert {bad.path for bad in manifest.bad} == set(names)
+    assert all(bad.reason.startswith("missing in ") for bad in manifest.bad)
+
+
+def test_zips_in_which_a_name_could_be_two_files(folder: Path) -> None:
+    path = folder / "train2017.zip"
+    files = {file.name: file.read_bytes() for file in (folder / "train2017").iterdir()}
+    shutil.rmtree(folder / "train2017")
+
+    def zipped(*names: str) -> None:
+        with zipfile.ZipFile(path, "w") as archive:
+            for name in names:
+                archive.writestr(name, files[name.rpartition("/")[2]])
+
+    zipped(*(f"a/{name}" for name in files), *(f"b/{name}" for name in files))
+    with pytest.raises(InputError, match=r"holds 0+1.jpg twice, as a/0+1.jpg and as b/0+1.jpg") as caught:
+        open_coco(find_layout(folder))
+    assert "--images" in str(caught.value.hint)
+    zipped(*(f"b/{name}" for name in files), "a/000000000003.jpg")
+    with pytest.raises(InputError, match=r"holds 0+3.jpg twice, as b/0+3.jpg and as a/0+3.jpg"):
+        open_coco(find_layout(folder))
+    with pytest.warns(UserWarning, match="Duplicate name"):
+        zipped(*files, "000000000003.jpg")
+    with pytest.raises(InputError, match=r"train2017.zip holds 0+3.jpg twice"):
+        open_coco(find_layout(folder))
+    # One name may end as another does.
+    tree = instances()
+    tree["images"][0]["file_name"] = "b/000000000001.jpg"
+    (folder / "annotations" / "instances_train2017.json").write_text(json.dumps(tree))
+    zipped("x/000000000001.jpg", "x/b/000000000001.jpg", "x/000000000002.jpg", "x/000000000004.jpg")
+    assert len(examples(open_coco(find_layout(folder)))) == 4
+
+
+@pytest.mark.parametrize("number", ["1.5", "1e+22", "-2.5E-7", "-0", "10", "1.25e3"])
+@pytest.mark.parametrize("form", ['{"a": %s}', '{"a": [%s]}', '{"a": [%s, 2]}', '{"a": [1, %s ]}', '{"b": {"a": %s}}'])
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 9])
+def test_numbers_cut_by_the_buffer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: str, form: str, chunk: int
+) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(form % number)
+    monkeypatch.setattr(coco_json, "_CHUNK_BYTES", chunk)
+    wanted = json.loads(path.read_text()).get("a", [])
+    found = [element.value for element in JsonFile(path).elements()]
+    assert found == (wanted if isinstance(wanted, list) else [])
 
 
 def test_many_faults_are_one_line(tmp_path: Path) -> None:
@@ -501,9 +726,11 @@ def test_images_of_another_size(folder: Path) -> None:
 
 def test_masks_that_do_not_fit_their_image(tmp_path: Path) -> None:
     crowd = {"counts": [4800], "size": [WIDTH, HEIGHT]}
-    source = open_coco(find_layout(write(tmp_path, broken(annotations=[annotation(50, 3, segmentation=crowd)]))))
-    with pytest.raises(DataError, match=r"^annotation 50: mask of size"):
-        source.read(source.items()[2])
+    tree = broken(annotations=[annotation(50, 2, segmentation=crowd)])
+    for key in ("images", "annotations", "categories"):  # what a mask must fit may come behind it
+        tree = {key: tree.pop(key)} | tree
+        with pytest.raises(InputError, match=r"annotation 50: mask of size \[80, 60\]; the image has \[60, 80\]"):
+            open_coco(find_layout(write(tmp_path, tree)))
 
 
 def test_files_that_change_meanwhile(folder: Path) -> None:
@@ -514,8 +741,10 @@ def test_files_that_change_meanwhile(folder: Path) -> None:
         source.read(first)
     worker = pickle.loads(pickle.dumps(source))
     write(folder, broken(annotations=[annotation(50, 1)]))
+    item = source.items()[1]
+    data = worker.read(item)
     with pytest.raises(InputError, match="changed while it was being packed"):
-        worker.read(Item("000000000002.jpg", 1))
+        worker.example(item, CheckedImage(data, parse_header(data)))
 
 
 def test_layouts(folder: Path, tmp_path: Path) -> None:
@@ -535,8 +764,40 @@ def test_layouts(folder: Path, tmp_path: Path) -> None:
     (folder / "train2017").rename(folder / "pictures")
     with pytest.raises(InputError, match=r"no images for .*instances_train2017.json: no .*train2017 and no .*.zip"):
         find_layout(folder, annotations=annotations)
+    with pytest.raises(InputError, match=r"no images for .*: no .*train2017 and no") as caught:
+        find_layout(annotations)
+    assert str(caught.value.hint).startswith("name their folder or zip archive with --images; ")
     with pytest.raises(InputError, match=r"instances_train2014.json has no 'images'"):
         index_instances(annotations.with_name("instances_train2014.json"))
+
+
+def test_images_are_found_beside_the_folder_of_an_annotation_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = find_layout(folder)
+    assert find_layout(wanted.annotations) == wanted
+    monkeypatch.chdir(folder / "annotations")
+    assert find_layout(Path("instances_train2017.json")).images.samefile(wanted.images)
+    monkeypatch.chdir(folder)
+    assert find_layout(Path("annotations/instances_train2017.json")).images == Path("train2017")
+    Path("train2017").rename("elsewhere")
+    Path("train2017.zip").touch()
+    assert find_layout(wanted.annotations).images == folder / "train2017.zip"
+
+
+def test_hints_name_the_files_of_the_split(folder: Path) -> None:
+    for split, name in (("validation", "val2017"), ("train", "train2017"), ("minival", "minival2017")):
+        with pytest.raises(InputError) as caught:
+            find_layout(folder / "train2017", split)
+        assert caught.value.hint == (
+            f"expected SRC/annotations/instances_{name}.json beside SRC/{name}/ or SRC/{name}.zip"
+        )
+    (folder / "drawbar-synthetic-validation.json").write_text("{}")
+    with pytest.raises(InputError, match="found none") as caught:
+        find_layout(folder, "validation")
+    assert "give its `drawbar data make` command again" in str(caught.value.hint)
+    with pytest.raises(InputError, match=r"^s3://coco/all is an address"):
+        find_layout(Path("s3://coco/all"))
 
 
 def test_fingerprint_follows_the_content(folder: Path) -> None:

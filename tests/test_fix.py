@@ -164,6 +164,14 @@ def test_truncated_files_are_refused(data: bytes, share: float) -> None:
         fix_image(cut, refused(cut))
 
 
+def test_bytes_behind_the_end_of_a_png_are_of_no_matter() -> None:
+    png = OTHER["PNG"]
+    assert distance(fixed_pixels(png + b"more" * 100), pixels()) <= 4
+    for cut in (png[:-12], png[:-1], png[: len(png) // 2] + b"IEND" + bytes(50), png[:-12] + b"IEND"):
+        with pytest.raises(DataError, match=r"^PNG, not JPEG; truncated$"):
+            fix_image(cut, refused(cut))
+
+
 @pytest.mark.parametrize("data", GOOD.values(), ids=GOOD.keys())
 def test_truncated_jpegs_are_refused(data: bytes) -> None:
     end = data.rindex(b"\xff\xd9")
@@ -201,6 +209,88 @@ def test_reasons() -> None:
         with pytest.raises(DataError) as caught:
             fix_image(data, reason)
         assert caught.value.message.startswith(reason)
+
+
+def scan_at(data: bytes) -> int:
+    """Where the header of the first scan begins."""
+    return data.index(b"\xff\xda", parse_header(data).frame_offset)
+
+
+def without_tables(data: bytes) -> bytes:
+    while b"\xff\xdb" in data:
+        at = data.index(b"\xff\xdb")
+        data = data[:at] + data[at + 2 + int.from_bytes(data[at + 2 : at + 4], "big") :]
+    return data
+
+
+def test_what_no_decoder_takes_is_refused() -> None:
+    """Each of these has a good header and an end."""
+    data = jpeg()
+    scan, frame = scan_at(data), parse_header(data).frame_offset
+    cases = {
+        "JPEG without image data": data[:scan] + b"\xff\xd9",
+        "damaged JPEG frame header: sampling factors 0x2": frame_patched(11, b"\x02"),
+        "damaged JPEG frame header: sampling factors 2x5": frame_patched(11, b"\x25"),
+        "JPEG without its quantisation table 9": frame_patched(12, b"\x09"),
+        "JPEG without its quantisation table 3": frame_patched(15, b"\x03"),
+        "JPEG without its quantisation table 0": without_tables(data),
+        "damaged JPEG scan header: no component 7": data[: scan + 5] + b"\x07" + data[scan + 6 :],
+        "damaged JPEG scan header": data[: scan + 4] + b"\x09" + data[scan + 5 :],
+        "JPEG with two frame headers": data[:scan] + data[frame : frame + 19] + data[scan:],
+        "truncated JPEG: 0 bytes for 64x40 pixels": data[: scan + 14] + b"\xff\xd9",
+    }
+    for reason, bad in cases.items():
+        assert refused(bad) == reason
+        with pytest.raises(DataError, match=f"^{reason}"):
+            fix_image(bad, reason)
+        with pytest.raises(ValueError, match=r".+"):
+            simplejpeg.decode_jpeg(bad)
+
+
+def test_a_size_that_the_bytes_cannot_hold_is_refused() -> None:
+    data = jpeg()
+    for process in (b"\xc0", b"\xc2"):
+        lying = frame_patched(5, b"\x10\0\x10\0", frame_patched(1, process, data))
+        assert refused(lying) == f"truncated JPEG: {len(data) - 2 - scan_at(data) - 14} bytes for 4096x4096 pixels"
+
+
+@pytest.mark.parametrize("sampling", ["444", "422", "440", "420", "411", "grey"])
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (8, 8), (17, 33), (512, 2048)])
+def test_the_smallest_of_its_size_is_good(sampling: str, progressive: bool, height: int, width: int) -> None:
+    """One colour, coarsely quantised, with the shortest codes there are."""
+    image = Image.new("L" if sampling == "grey" else "RGB", (width, height), 128 if sampling == "grey" else (128,) * 3)
+    table = [255] * 64
+    factors = {"444": 0x11, "422": 0x21, "440": 0x12, "420": 0x22, "411": 0x41, "grey": 0x11}
+    for optimize in (False, True):
+        buffer = io.BytesIO()
+        image.save(buffer, "JPEG", qtables=[table, table], optimize=optimize, progressive=progressive, subsampling=0)
+        check_image(buffer.getvalue())
+    if sampling != "grey":
+        flags = [
+            cv2.IMWRITE_JPEG_QUALITY,
+            1,
+            cv2.IMWRITE_JPEG_OPTIMIZE,
+            1,
+            cv2.IMWRITE_JPEG_PROGRESSIVE,
+            int(progressive),
+        ]
+        flags += [cv2.IMWRITE_JPEG_SAMPLING_FACTOR, factors[sampling] << 16 | 0x1111]
+        data = by_opencv(".jpg", np.asarray(image), *flags)
+        assert check_image(data).header.sampling[0] == (factors[sampling] >> 4, factors[sampling] & 15)
+
+
+def test_tables_between_scans_are_taken() -> None:
+    """A component needs its table by its own first scan, not by the file's."""
+    data = by_opencv(".jpg", pixels(), cv2.IMWRITE_JPEG_PROGRESSIVE, 1)
+    first = data.index(b"\xff\xdb")
+    second = data.index(b"\xff\xdb", first + 2)
+    size = 2 + int.from_bytes(data[second + 2 : second + 4], "big")
+    table = data[second : second + size]
+    moved = data[:second] + data[second + size :]
+    assert refused(moved) == "JPEG without its quantisation table 1"  # all are in the first scan here
+    scan = scan_at(moved)
+    check_image(moved[:scan] + table + moved[scan:])  # behind the frame header
 
 
 def test_two_components_are_refused() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import random
+import shutil
+import subprocess
 import tarfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -185,12 +187,12 @@ def test_long_names_are_read_as_python_reads_them(tmp_path: Path, kind: TarForma
         assert tar.getnames() == list(LONG)
 
 
-def test_folders_links_and_headers_of_all_are_stepped_over(tmp_path: Path) -> None:
+def test_folders_pipes_and_headers_of_all_are_stepped_over(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT, pax_headers={"comment": "all"}) as tar:
-        for name, kind in (("d" * 200, tarfile.DIRTYPE), ("link", tarfile.SYMTYPE), ("hard", tarfile.LNKTYPE)):
+        for name, kind in (("d" * 200, tarfile.DIRTYPE), ("pipe", tarfile.FIFOTYPE)):
             member = tarfile.TarInfo(name)
-            member.type, member.linkname = kind, "l" * 300
+            member.type = kind
             tar.addfile(member)
         member = tarfile.TarInfo("real")
         member.size = 3
@@ -209,10 +211,122 @@ def test_gnu_sizes_beyond_octal(tmp_path: Path) -> None:
 def test_truncated_archives_are_never_taken_for_short_ones(tmp_path: Path, kind: TarFormat) -> None:
     data = tar_bytes(LONG, kind)
     end = len(data.rstrip(b"\0")) // 512 * 512 + 512
-    assert members(data[: end + 512], tmp_path) == LONG  # one empty block is an end
-    for length in range(0, end + 1, 128):
+    assert members(data[: end + 1024], tmp_path) == LONG
+    for length in range(0, end + 1024, 128):
         with pytest.raises(DataError, match=r"^truncated tar"):
             members(data[:length], tmp_path)
+
+
+def linked_tar(kind: TarFormat, links: dict[str, str], link_kind: bytes = tarfile.LNKTYPE) -> bytes:
+    """LONG, and links by name to targets."""
+    buffer = io.BytesIO(tar_bytes(LONG, kind))
+    with tarfile.open(fileobj=buffer, mode="a", format=kind) as tar:
+        for name, target in links.items():
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = link_kind, target
+            tar.addfile(member)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("kind", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_hard_links_have_their_targets_content(tmp_path: Path, kind: TarFormat) -> None:
+    first, *_, last = LONG
+    links = {"one": first, "two": last, "h" * 150: "one"}
+    found = members(linked_tar(kind, links), tmp_path)
+    assert found == LONG | {"one": LONG[first], "two": LONG[last], "h" * 150: LONG[first]}
+    with pytest.raises(DataError, match="a is a hard link to b, which the tar does not hold before it"):
+        members(linked_tar(kind, {"a": "b", "b": first}), tmp_path)
+
+
+def test_links_of_a_class_tar(images: Path, tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    shutil.copytree(images, tree)
+    name = image_names()[0]
+    os.link(tree / name, tree / Path(name).with_name("again.JPEG"))
+    path = tmp_path / "x.tar"
+    subprocess.run(["tar", "cf", path, "-C", tree, "."], check=True, timeout=30)
+    found = scan_imagenet(path, ImageNetFiles())
+    assert len(found.items()) == 24
+    assert [found.read(item) == (tree / name).read_bytes() for item in found.items()].count(True) == 2
+    (tree / Path(name).with_name("sym.JPEG")).symlink_to("again.JPEG")
+    subprocess.run(["tar", "cf", path, "-C", tree, "."], check=True, timeout=30)
+    with pytest.raises(InputError, match=r"x.tar: .*sym.JPEG is a symbolic link to again.JPEG; tar --dereference"):
+        scan_imagenet(path, ImageNetFiles())
+
+
+def test_a_hole_is_no_end(images: Path, tmp_path: Path) -> None:
+    """Blocks of zeros at a member's header, as in a file that was set up at its full size and not filled."""
+    data = tar_bytes(LONG)
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        places = [member.offset for member in tar]
+    for place in places:
+        for size in (512, 1024, 700):
+            zeroed = data[:place] + bytes(size) + data[place + size :]
+            with pytest.raises(DataError, match=rf"damaged tar: .*zeros.* at byte {place}"):
+                members(zeroed, tmp_path)
+    with pytest.raises(DataError, match=rf"more at byte {len(data)}: a file with a hole, or several archives in one"):
+        members(data + data, tmp_path)
+    whole = train_tar(tmp_path / "whole.tar", images).read_bytes()
+    with tarfile.open(tmp_path / "whole.tar") as tar:
+        member = tar.getmembers()[2]
+    holed = tmp_path / "holed.tar"
+    inside = member.offset_data + 512 * 8
+    inside = whole.rindex(b"ustar", 0, inside) - 257
+    holed.write_bytes(whole[:inside] + bytes(4096) + whole[inside + 4096 :])
+    with pytest.raises(
+        InputError, match=rf"holed.tar: {member.name}: damaged tar: zeros at byte {inside}, .* but more"
+    ):
+        scan_imagenet(holed, ImageNetFiles())
+    holed.write_bytes(whole[: member.offset] + bytes(len(whole) - member.offset))
+    with pytest.raises(InputError, match=r"holed.tar: damaged tar: zeros from byte \d+ on, \d+ bytes before its end"):
+        scan_imagenet(holed, ImageNetFiles())
+
+
+def test_padding_is_an_end(tmp_path: Path) -> None:
+    end = len(tar_bytes(LONG).rstrip(b"\0")) // 512 * 512 + 512 + 1024
+    data = tar_bytes(LONG)[:end]
+    for record in (512, 10240, 20480, 1 << 20, 4 << 20):  # tar's --blocking-factor
+        assert members(data + bytes(-end % record), tmp_path) == LONG
+    for more in (12_000, 3_000_000, 40_000_000):
+        with pytest.raises(DataError, match="more than tar fills up with: perhaps not downloaded whole"):
+            members(data + bytes(more), tmp_path)
+
+
+def pax(line: bytes) -> bytes:
+    """An extended header of these bytes."""
+    header = bytearray(512)
+    header[:1], header[124:136], header[156:157] = b"x", b"%011o\0" % len(line), b"x"
+    header[257:265], header[148:156] = b"ustar\x0000", b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header) + line + bytes(-len(line) % 512)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"12 size=abc\n", r"damaged tar: size b'abc' in the extended header"),
+        (b"11 size=-5\n", r"damaged tar: size b'-5' in the extended header"),
+        (b"5016 size=" + b"9" * 5005 + b"\n", r"damaged tar: size b'9{40}' in the extended header"),
+        (b"9" * 5000 + b" size=1\n", "damaged tar: extended header at byte 512"),
+        (b"22 GNU.sparse.major=1\n", "sparse file in the tar at byte 512: not supported"),
+    ],
+)
+def test_extended_headers_that_are_wrong(tmp_path: Path, line: bytes, reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
+        members(pax(line) + tar_bytes(LONG), tmp_path)
+
+
+def test_an_extended_header_without_its_member(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="a member's extended header, and zeros behind it, at byte 1024"):
+        members(pax(b"10 path=a\n") + bytes(10240), tmp_path)
+
+
+def test_negative_sizes_are_refused(tmp_path: Path) -> None:
+    data = bytearray(tar_bytes({"a": b"xyz"}))
+    data[124:136] = b"-0000001000\0"
+    data[148:156] = b"%06o\0 " % (sum(data[:148]) + 8 * 32 + sum(data[156:512]))
+    with pytest.raises(DataError, match="damaged tar: no header at byte 0"):
+        members(bytes(data), tmp_path)
 
 
 def test_damaged_archives_are_refused(tmp_path: Path) -> None:
@@ -276,13 +390,14 @@ def check_validation(folder: Path) -> None:
 
 
 def test_devkit_ids_are_mapped_and_not_taken_for_sorted(flat: Path, truth: Path, ids: Path, tmp_path: Path) -> None:
-    manifest = packed(flat, tmp_path / "out", labels=truth, class_ids=ids)
+    files: dict[str, Any] = {"labels": truth, "class_ids": ids, "synsets": write(tmp_path / "synsets.txt", *SYNSETS)}
+    manifest = packed(flat, tmp_path / "out", **files)
     assert manifest.labels == tuple(SYNSETS)
     check_validation(tmp_path / "out")
     first = examples(tmp_path / "out")["ILSVRC2012_val_00000001.JPEG"]
     assert first["image/class/label"] == [3]  # the devkit's 1
     archive = tar_of(tmp_path / "val.tar", {path.name: path.read_bytes() for path in flat.iterdir()})
-    assert packed(archive, tmp_path / "out2", labels=truth, class_ids=ids) == manifest
+    assert packed(archive, tmp_path / "out2", **files) == manifest
     assert shards(tmp_path / "out2") == shards(tmp_path / "out")
 
 
@@ -338,7 +453,7 @@ def test_synsets_by_image(flat: Path, tmp_path: Path, line: Callable[[int, str],
 
 def test_wrong_label_files(flat: Path, truth: Path, ids: Path, images: Path, tmp_path: Path) -> None:
     synsets = write(tmp_path / "synsets.txt", *SYNSETS)
-    good = ImageNetFiles(labels=truth, class_ids=ids)
+    good = ImageNetFiles(labels=truth, class_ids=ids, synsets=synsets)
     many = [f"n{number:08d}" for number in range(1000)]
 
     def lines(*text: str) -> Path:
@@ -349,13 +464,25 @@ def test_wrong_label_files(flat: Path, truth: Path, ids: Path, images: Path, tmp
         (replace(good, labels=lines("1", "2")), "has 2 labels for 7 images"),
         (replace(good, labels=lines("0", *"123412")), "val_00000001.JPEG has the id 0, which .*ids.txt does not have"),
         (replace(good, labels=lines(*"123419", "2")), "has the id 9, which"),
+        (replace(good, labels=lines("²", *"123412")), "has the label '²'; expected a synset or a number"),
+        (replace(good, labels=lines("9" * 5000, *"123412")), "has the label '9999"),
+        (replace(good, class_ids=lines("² n01440764")), "1: '² n01440764' is not `ID SYNSET`"),
         (replace(good, labels=lines("tench", *"123412")), "has the label 'tench'; expected a synset or a number"),
         (replace(good, labels=lines(*["n09999999"] * 7)), "has the class n09999999, which is not among the 5 known"),
         (replace(good, labels=lines(*by_name[:-2])), r"has no label for ILSVRC2012_val_00000006.JPEG and 1 more"),
         (replace(good, labels=lines(*by_name, by_name[0])), "is there twice"),
         (replace(good, labels=lines(*by_name, "ILSVRC2012_val_9")), "names no label"),
         (replace(good, labels=None), "their labels are needed"),
-        (replace(good, labels=lines(*VALIDATION), class_ids=None), "which classes there are is not known"),
+        (
+            replace(good, labels=lines(*VALIDATION), class_ids=None, synsets=None),
+            "which classes there are is not known: .* names 5 synsets, ILSVRC2012 has 1000",
+        ),
+        (replace(good, synsets=None), "which classes there are is not known: .*ids.txt names 5 synsets"),
+        (
+            replace(good, class_ids=lines(*(f"{n} {SYNSETS[n - 1]}" for n in (3, 1, 5, 2, 4)))),
+            "numbers the synsets in sorted order, which the devkit does not",
+        ),
+        (replace(good, class_ids=lines("2 n01443537", "1 n01440764")), "numbers the synsets in sorted order"),
         (replace(good, class_ids=lines(*SYNSETS)), "1: 'n01440764' is not `ID SYNSET`"),
         (replace(good, class_ids=lines("1 n01440764", "1 n01443537")), "2: 1 or n01443537 is there twice"),
         (replace(good, class_ids=lines("1 n01440764", "2 n01440764")), "2: 2 or n01440764 is there twice"),
@@ -393,6 +520,115 @@ def test_labels_count_all_classes_also_those_without_images(images: Path, tmp_pa
     assert found["n01440764_0.JPEG"]["image/class/label"] == [2]
     assert found["n01440764_0.JPEG"]["image/class/text"] == [b"tench, Tinca tinca"]
     assert found["n01443537_1.JPEG"]["image/class/text"] == [b"the n01443537"]
+
+
+# Lists that name all 1,000 classes
+
+
+THOUSAND = [f"n{number:08d}" for number in range(7, 3007, 3)]
+
+
+@pytest.fixture(scope="module")
+def thousand(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A flat validation tar of an image per class, and the synset of each in order of the names."""
+    folder = tmp_path_factory.mktemp("thousand")
+    image = jpeg(3, 16, 16)
+    files = {f"ILSVRC2012_val_{number:08d}.JPEG": image for number in range(1, 1001)}
+    return tar_of(folder / "ILSVRC2012_img_val.tar", files), random.Random(2).sample(THOUSAND, 1000)
+
+
+def test_a_list_of_all_classes_needs_no_other(thousand: tuple[Path, list[str]], tmp_path: Path) -> None:
+    """The command of docs/data.md."""
+    tar, synsets = thousand
+    labels = write(tmp_path / "val_synsets.txt", *synsets)
+    out = tmp_path / "out"
+    done = drawbar("data", "pack", "imagenet", tar, out, "--split", "validation", "--labels", labels, "--workers", "1")
+    assert done.code == 0, done.stderr
+    assert done.stdout.startswith("1000 records in 128 shards")
+    assert "warning" not in done.stderr
+    assert Manifest.loads((out / "manifest.json").read_bytes()).labels == tuple(THOUSAND)
+    source = scan_imagenet(tar, ImageNetFiles(labels=labels))
+    assert [source.labels[source.item_labels(item)[0] - 1] for item in source.items()] == synsets
+    write(labels, *synsets[:-1], synsets[0])
+    with pytest.raises(InputError, match=r"val_synsets.txt names 999 synsets, ILSVRC2012 has 1000") as caught:
+        scan_imagenet(tar, ImageNetFiles(labels=labels))
+    assert "--synsets" in str(caught.value.hint)
+
+
+def test_class_ids_of_all_classes_need_no_list(thousand: tuple[Path, list[str]], tmp_path: Path) -> None:
+    tar, synsets = thousand
+    ids = random.Random(3).sample(THOUSAND, 1000)
+    number_of = {synset: number for number, synset in enumerate(ids, start=1)}
+    truth = write(tmp_path / "truth.txt", *(str(number_of[synset]) for synset in synsets))
+    class_ids = write(tmp_path / "ids.txt", *(f"{number_of[synset]} {synset}" for synset in THOUSAND))
+    source = scan_imagenet(tar, ImageNetFiles(labels=truth, class_ids=class_ids))
+    assert source.labels == tuple(THOUSAND)
+    assert [source.labels[source.item_labels(item)[0] - 1] for item in source.items()] == synsets
+    in_order = random.Random(4).sample([f"{n} {s}" for n, s in enumerate(THOUSAND, start=1)], 1000)
+    with pytest.raises(InputError, match="numbers the synsets in sorted order"):
+        scan_imagenet(tar, ImageNetFiles(labels=truth, class_ids=write(class_ids, *in_order)))
+
+
+# What is only said
+
+
+def notes_of(source: Path, **files: Any) -> list[str]:
+    notes: list[str] = []
+    scan_imagenet(source, ImageNetFiles(**files), note=notes.append)
+    return notes
+
+
+def test_classes_that_are_not_there_are_said(images: Path, tmp_path: Path) -> None:
+    (note,) = notes_of(images)
+    assert note.startswith("5 classes, where ILSVRC2012 has 1000")
+    more = write(tmp_path / "synsets.txt", *SYNSETS, "n01500000")
+    (note,) = notes_of(images, synsets=more)
+    assert note.startswith("1 of 6 classes has no image: n01500000 (label 3)")
+
+
+def test_boxes_of_other_images_are_said(images: Path, tmp_path: Path) -> None:
+    synsets = write(tmp_path / "synsets.txt", *SYNSETS)
+
+    def said(*lines: str) -> list[str]:
+        return notes_of(images, synsets=synsets, boxes=write(tmp_path / "boxes.csv", *lines))
+
+    here, there, where = "n01440764_0.JPEG,0,0,1,1", "val_1.JPEG,0,0,1,1", "val_2.JPEG,0,0,1,1"
+    assert said(here, there) == []
+    assert "has boxes for 3 images, of which only 1 is in this set" in said(here, there, where)[0]
+    assert "has boxes for 2 images, of which none is in this set" in said(there, where)[0]
+
+
+def test_what_is_ignored_in_folders_and_tars(tmp_path: Path) -> None:
+    source, synsets = tmp_path / "source", write(tmp_path / "synsets.txt", "n01440764")
+    for name in ("n01440764/sub", "n0144", "n01440764"):
+        (source / name).mkdir(parents=True, exist_ok=True)
+    for name in ("n01440764/a", "n01440764/sub/b.JPEG", "LICENSE"):
+        (source / name).write_bytes(jpeg())
+    (source / "n02119789.tar").symlink_to(tmp_path / "nothing")
+    listed = scan_imagenet(source, ImageNetFiles(synsets=synsets))
+    assert [item.path for item in listed.items()] == ["n01440764/a"]
+    assert listed.notes()["ignored"] == {
+        "loose_files": {"count": 1, "example": "LICENSE"},
+        "sub_folders": {"count": 1, "example": "n01440764/sub"},
+        "other_folders": {"count": 1, "example": "n0144"},
+        "not_readable": {"count": 1, "example": "n02119789.tar"},
+    }
+    inner = tar_bytes({"a": jpeg(), "b.txt": b"no image"})
+    tar = tar_of(tmp_path / "train.tar", {"n01440764.tar": inner, "README": b"no image", "sums.md": b"no image"})
+    listed = scan_imagenet(tar, ImageNetFiles(synsets=synsets))
+    assert [item.path for item in listed.items()] == ["n01440764/a"]
+    assert listed.notes()["ignored"] == {"loose_files": {"count": 1, "example": "README"}}
+
+
+def test_addresses_are_no_sources(images: Path) -> None:
+    url = Path("s3://a/b")
+    for source, files in (
+        (url, ImageNetFiles()),
+        (images, ImageNetFiles(boxes=url)),
+        (images, ImageNetFiles(synsets=url)),
+    ):
+        with pytest.raises(InputError, match=r"^s3://a/b is an address, and sources are local"):
+            scan_imagenet(source, files)
 
 
 # Boxes
@@ -465,6 +701,7 @@ def test_boxes_from_every_form(images: Path, tmp_path: Path) -> None:
     assert first.notes == {
         "boxes_read": 9,
         "boxes_swapped": 1,
+        "boxes_clamped": 1,
         "boxes_dropped": 3,
         "images_with_boxes": 4,
     }
@@ -487,6 +724,7 @@ def test_relative_boxes(images: Path, tmp_path: Path) -> None:
     manifest = packed(images, tmp_path / "out", boxes=table)
     check_boxes(tmp_path / "out")
     assert manifest.notes["boxes_dropped"] == 1
+    assert manifest.notes["boxes_clamped"] == 1
 
 
 def test_boxes_decide_which_set_it_is(images: Path, tmp_path: Path) -> None:
@@ -550,4 +788,7 @@ def test_the_command(images: Path, tmp_path: Path) -> None:
     refused = drawbar("data", "pack", "imagenet", tar, tmp_path / "out2")
     assert refused.code == 2
     assert refused.error_line == "error: 1024 shards for 23 images; expected at most one shard per image"
-    assert not list((tmp_path / "out2").iterdir())
+    assert not (tmp_path / "out2").exists()
+    refused = drawbar("data", "pack", "imagenet", tar, tmp_path / "out2", "--split", "val")
+    assert refused.error_line.startswith("error: 128 shards for 23 images")
+    assert "; 9 boxes read: 1 swapped, 1 clamped, 3 dropped; 4 images have boxes" in done.stdout

@@ -16,7 +16,7 @@ from obstore.store import LocalStore, MemoryStore, ObjectStore, S3Store
 from drawbar.dataset.destination import Destination, FolderDestination, StoreDestination
 from drawbar.dataset.example import decode_example, parse_image_example
 from drawbar.dataset.fix import fix_image
-from drawbar.dataset.folder import scan_folder
+from drawbar.dataset.folder import read_names, scan_folder
 from drawbar.dataset.items import Item
 from drawbar.dataset.jpeg import MAX_PIXELS, check_trainable
 from drawbar.dataset.labelled import LabelledSource
@@ -27,6 +27,7 @@ from drawbar.dataset.shard_writer import OnBad, PackSettings
 from drawbar.dataset.tfrecord import RawRecord, RecordSplitter
 from drawbar.errors import DataError, InputError
 from drawbar.storage import embedded
+from tests.drawbar_process import drawbar
 from tests.image_files import jpeg, other_formats, rotated, ycck
 
 OTHER = other_formats()
@@ -347,7 +348,7 @@ def test_the_policy_is_another_set_only_where_files_are_bad(source: Path, tmp_pa
     assert pack_folder(source, out, num_shards=3, on_bad="fail") == manifest
     add_bad(source)
     pack_folder(source, out, num_shards=3, on_bad="skip", overwrite=True)
-    with pytest.raises(InputError, match=r"packed with --on-bad skip, 7 files were bad: n01/empty.jpg: empty file"):
+    with pytest.raises(InputError, match=r"packed with --on-bad skip, with 7 bad files: n01/empty.jpg: empty file"):
         pack_folder(source, out, num_shards=3, on_bad="fix")
 
 
@@ -383,7 +384,7 @@ def test_unusable_sources_and_settings(source: Path, tmp_path: Path) -> None:
         ("cannot list the source", source / "README.txt", {}),
         ("holds no class folders", empty, {}),
         ("holds images but no class folders", flat, {}),
-        ("no images in the 1 folders", bare, {}),
+        ("no images in 1 class folder of", bare, {}),
         ("number of shards is 0; expected 1 to 99999", source, {"num_shards": 0}),
         ("31 shards for 30 images", source, {"num_shards": 31}),
         ("number of workers is -1", source, {"workers": -1}),
@@ -394,9 +395,30 @@ def test_unusable_sources_and_settings(source: Path, tmp_path: Path) -> None:
     for message, folder, settings in cases:
         with pytest.raises(InputError, match=message):
             pack_folder(folder, out, **{"num_shards": 2} | settings)
-    with pytest.raises(InputError, match=r"cannot write to .*: (Not a directory|File exists)"):
-        pack_folder(source, str(source / "README.txt"), num_shards=2)
+    assert not Path(out).exists()
+    for below in ("README.txt", "README.txt/out"):
+        with pytest.raises(InputError, match=r"cannot write to .*: Not a directory: .*README.txt$"):
+            pack_folder(source, source / below, num_shards=2)
     assert not Path(out, "_parts").exists()
+
+
+def test_class_names_with_blanks(tmp_path: Path) -> None:
+    for number, name in enumerate(("polar bear", "brown bear", "cat", 'a "so-called" bear')):
+        (tmp_path / "source" / name).mkdir(parents=True)
+        (tmp_path / "source" / name / "1.jpg").write_bytes(jpeg(number))
+    names = tmp_path / "names.txt"
+    names.write_text('"polar bear"\ncat the tame one\nbrown bear\tUrsus arctos\na "so-called" bear\ta koala\n')
+    found = scan_folder(tmp_path / "source", names)
+    assert found.labels == ("polar bear", "cat", "brown bear", 'a "so-called" bear')
+    assert list(read_names(names).values()) == ["polar bear", "the tame one", "Ursus arctos", "a koala"]
+    names.write_text('"polar bear" Ursus maritimus\ncat\nbrown bear\n"a x" y')
+    assert read_names(names)["polar bear"] == "Ursus maritimus"
+    with pytest.raises(InputError, match=r"has the class folder") as caught:
+        scan_folder(tmp_path / "source", names)
+    assert "is quoted" in str(caught.value.hint)
+    names.write_text('cat\n"polar bear\n')
+    with pytest.raises(InputError, match=r"names.txt:2: '\"polar bear' has no closing quote"):
+        read_names(names)
 
 
 def test_labels_from_a_list(source: Path, tmp_path: Path) -> None:
@@ -454,6 +476,112 @@ def test_a_shard_appears_only_when_whole(source: Path, tmp_path: Path) -> None:
     assert len(seen) == 30
     for number, names in enumerate(seen):
         assert names == set(finished[: number // 10])
+
+
+# What is not packed, and what is only said
+
+
+def scanned(folder: Path, *, classes: Path | None = None) -> tuple[LabelledSource, list[str]]:
+    notes: list[str] = []
+    return scan_folder(folder, classes, note=notes.append), notes
+
+
+def test_every_file_of_a_class_folder_is_judged_by_content(source: Path, tmp_path: Path) -> None:
+    for name, data in (("no_suffix", jpeg(90)), ("b.tiff", b"II*\0" + b"x" * 40), ("c.JPEG.part", jpeg(91)[:-30])):
+        (source / "n01" / name).write_bytes(data)
+    for name in ("list.csv", "a.XML", "Thumbs.db", ".DS_Store"):
+        (source / "n01" / name).write_bytes(b"no image")
+    manifest = pack_folder(source, tmp_path / "out", num_shards=2, on_bad="skip")
+    assert manifest.num_records == 31
+    assert {item.path: item.reason for item in manifest.bad} == {
+        "n01/b.tiff": "TIFF, not JPEG",
+        "n01/c.JPEG.part": "truncated JPEG: no end-of-image marker",
+    }
+    assert manifest.notes == {}
+
+
+def test_what_is_ignored_is_counted(source: Path, tmp_path: Path) -> None:
+    assert scanned(source)[1] == []
+    before = pack_folder(source, tmp_path / "before", num_shards=3)
+    for name in ("n01/more", "n02/more", "n03/.git"):
+        (source / name).mkdir()
+    (source / "n01" / "more" / "a.JPEG").write_bytes(jpeg(80))
+    for name in ("z.JPEG", "y.JPEG", "sums.md"):
+        (source / name).write_bytes(jpeg(81))
+    (source / "gone.JPEG").symlink_to(tmp_path / "nothing")
+    (source / "circle.JPEG").symlink_to(source / "circle.JPEG")
+    listed, notes = scanned(source)
+    assert listed.notes()["ignored"] == {
+        "loose_files": {"count": 2, "example": "y.JPEG"},
+        "sub_folders": {"count": 2, "example": "n01/more"},
+        "not_readable": {"count": 2, "example": "circle.JPEG"},
+    }
+    (note,) = notes
+    assert note.startswith(
+        "ignored 2 files outside of class folders, such as y.JPEG; 2 folders within class folders, such as n01/more; "
+        "2 links to nothing or special files, such as circle.JPEG"
+    )
+    manifest = pack_folder(source, tmp_path / "after", num_shards=3)
+    assert manifest.shards == before.shards
+    assert manifest.notes == listed.notes()
+
+
+def test_loose_images_are_named_where_too_few_are_left(tmp_path: Path) -> None:
+    source = tmp_path / "loose"
+    (source / "sub").mkdir(parents=True)
+    for number in range(19):
+        (source / f"{number:02d}.jpg").write_bytes(jpeg(number))
+    (source / "sub" / "a.jpg").write_bytes(jpeg())
+    with pytest.raises(InputError, match="2 shards for 1 image;") as caught:
+        pack_folder(source, tmp_path / "out", num_shards=2)
+    assert "ignored 19 files outside of class folders, such as 00.jpg" in str(caught.value.hint)
+    (source / "sub" / "a.jpg").unlink()
+    (source / "sub" / "deeper").mkdir()
+    with pytest.raises(InputError, match=r"no images in 1 class folder of .*; ignored 19 .*: sub/deeper"):
+        scan_folder(source)
+
+
+def test_classes_without_images_are_named(source: Path, tmp_path: Path) -> None:
+    (source / "n02a").mkdir()
+    listed, notes = scanned(source)
+    assert listed.labels == ("n01", "n02", "n02a", "n03")
+    assert [note.partition(";")[0] for note in notes] == ["1 of 4 classes has no image: n02a (label 3)"]
+    names = tmp_path / "names.txt"
+    names.write_text("n05\nn01\nn02\nn02a\nn03\n")
+    (note,) = scanned(source, classes=names)[1]
+    assert note.startswith("2 of 5 classes have no image: such as n05 (label 1)")
+
+
+def test_addresses_are_no_sources() -> None:
+    for path in (Path("s3://set/train"), Path("https://x/y")):
+        with pytest.raises(InputError, match=r"^(s3://set/train|https://x/y) is an address, and sources are local"):
+            scan_folder(path)
+
+
+def test_a_file_too_large_for_an_image_is_not_read(source: Path, tmp_path: Path) -> None:
+    with (source / "n01" / "film.mp4").open("wb") as file:
+        file.truncate((1 << 29) + 1)
+    manifest = pack_folder(source, tmp_path / "out", num_shards=1, on_bad="fix", workers=1)
+    assert [(item.path, item.reason) for item in manifest.bad] == [
+        ("n01/film.mp4", "absurd size: 536870913 bytes, more than 134217728")
+    ]
+
+
+def test_the_last_line_and_the_warnings(source: Path, tmp_path: Path) -> None:
+    (source / "n01" / "rotated.jpg").write_bytes(rotated(6))
+    (source / "loose.jpg").write_bytes(jpeg())
+    done = drawbar("data", "pack", "folder", source, tmp_path / "out", "--shards", "1")
+    assert done.code == 0, done.stderr
+    assert "31 records in 1 shard, " in done.stdout
+    assert "bad files: 0 re-encoded, 0 left out, 1 kept though Exif-rotated (see manifest.json)" in done.stdout
+    warning = "ignored 1 file outside of class folders: loose.jpg"
+    assert f"warning: {warning}" in done.stderr
+    again = drawbar("data", "pack", "folder", source, tmp_path / "out", "--shards", "1", "--json")
+    row = json.loads(again.stdout)
+    assert row["kept"] == 1
+    assert row["notes"]["ignored"] == {"loose_files": {"count": 1, "example": "loose.jpg"}}
+    assert row["warnings"][0].startswith(warning)
+    assert "it was kept" in row["warnings"][1]
 
 
 # Manifest

@@ -785,14 +785,19 @@ def test_launchers_variables_that_make_no_sense(variables: dict[str, str]) -> No
 
 
 def test_the_command_line(images: Path, tmp_path: Path) -> None:
-    (tmp_path / "n01").mkdir()
-    (tmp_path / "n01" / "a.jpg").write_bytes(jpeg())
-    (tmp_path / "n01" / "b.jpg").write_bytes(b"\x89PNG\r\n\x1a\n")
+    source = tmp_path / "source"
+    (source / "n01").mkdir(parents=True)
+    (source / "n01" / "a.jpg").write_bytes(jpeg())
+    (source / "n01" / "b.jpg").write_bytes(b"\x89PNG\r\n\x1a\n")
     out = tmp_path / "out"
-    done = drawbar("data", "pack", "folder", tmp_path, out, "--shards", "1", "--json")
+    done = drawbar("data", "pack", "folder", source, out, "--shards", "1", "--json")
     assert done.code == 0, done.stderr
     row = json.loads(done.stdout)
     assert (row["records"], row["shards"], row["bad"], row["fixed"]) == (1, 1, 1, 0)
-    again = drawbar("data", "pack", "folder", tmp_path, out, "--shards", "1", "--on-bad", "fail")
+    again = drawbar("data", "pack", "folder", source, out, "--shards", "1", "--on-bad", "fail")
     assert again.code == 2
-    assert "packed with --on-bad fix, 1 files were bad: n01/b.jpg" in again.error_line
+    assert "packed with --on-bad fix, with 1 bad file: n01/b.jpg" in again.error_line
+    inside = drawbar("data", "pack", "folder", source, source / "out", "--shards", "1")
+    assert inside.code == 2
+    assert inside.error_line == f"error: the destination {source / 'out'} lies in the source {source}"
+    assert not (source / "out").exists()

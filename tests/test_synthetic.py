@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ from numpy.typing import NDArray
 from drawbar.dataset import picture
 from drawbar.dataset.destination import FolderDestination
 from drawbar.dataset.folder import scan_folder
+from drawbar.dataset.imagenet import ImageNetFiles, scan_imagenet
 from drawbar.dataset.jpeg import JpegHeader, parse_header
+from drawbar.dataset.making import write_whole
 from drawbar.dataset.pack import pack
 from drawbar.dataset.shard_writer import PackSettings
 from drawbar.dataset.synthetic import MARKER_NAME, ImagenetLikeSet, SyntheticSource, make_imagenet_like
 from drawbar.errors import EnvironmentUnfit, InputError
+from tests.drawbar_process import drawbar
 
 NUM_IMAGES = 360
 NUM_CLASSES = 10
@@ -222,11 +226,51 @@ def test_small_pictures(tmp_path: Path) -> None:
         make_imagenet_like(tmp_path / "new", num_images=1, size=8)
 
 
+def test_a_size_of_zero_is_not_the_usual_one(tmp_path: Path) -> None:
+    for kind in ("imagenet-like", "coco-like"):
+        for shards in ([], ["--shards", "1"]):
+            refused = drawbar("data", "make", kind, tmp_path / "set", "--images", "1", "--size", "0", *shards)
+            assert refused.code == 2
+            assert "size is 0; expected" in refused.error_line
+
+
+def test_a_full_disk_leaves_no_half_file(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_whole(tmp_path / "a.JPEG", bytes(2000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_sets_of_earlier_versions_go_on(tmp_path: Path) -> None:
     settings = {"num_images": 2, "num_classes": 2, "seed": 1, "workers": 1}
     make_imagenet_like(tmp_path, **settings)  # type: ignore[arg-type]
     (tmp_path / MARKER_NAME).write_text('{"generator": 1, "num_images": 2, "num_classes": 2, "seed": 1}')
     assert make_imagenet_like(tmp_path, **settings).made == 0  # type: ignore[arg-type]
+
+
+def test_a_set_whose_making_was_interrupted_is_not_packed(tmp_path: Path) -> None:
+    make_imagenet_like(tmp_path / "set", num_images=10, num_classes=4, seed=1, size=64, workers=1)
+    files(tmp_path / "set")[3].unlink()
+    unfinished = r"set is a synthetic set whose making did not end: it has 9 of 10 images"
+    with pytest.raises(InputError, match=unfinished):
+        scan_folder(tmp_path / "set")
+    with pytest.raises(InputError, match=unfinished):
+        scan_imagenet(tmp_path / "set", ImageNetFiles())
+    make_imagenet_like(tmp_path / "set", num_images=10, num_classes=4, seed=1, size=64, workers=1)
+    assert len(scan_folder(tmp_path / "set").items()) == 10
+
+
+def test_a_synthetic_set_that_is_kept_is_not_said_to_have_files(tmp_path: Path) -> None:
+    source = SyntheticSource(ImagenetLikeSet(6, 2, 1, 64))
+    notes: list[str] = []
+    for _ in range(2):
+        pack(source, FolderDestination(tmp_path), PackSettings(num_shards=1), workers=1, note=notes.append)
+    (note,) = notes
+    assert "holds this set already, and it was kept: it was made with the same settings (--overwrite" in note
 
 
 def test_records_are_the_same_without_a_folder(tmp_path: Path) -> None:

@@ -123,7 +123,11 @@ def pack_folder(
     dest: PackDest,
     shards: Annotated[int, typer.Option(min=1, max=99999, help="Number of shards.")] = 16,
     classes: Annotated[
-        Path | None, typer.Option(help="File with a class folder per line, in label order.  [default: sorted names]")
+        Path | None,
+        typer.Option(
+            help="File with a class folder per line, in label order; one with blanks is quoted, or ends with a tab "
+            "before its text.  [default: sorted names]"
+        ),
     ] = None,
     split: Split = "train",
     seed: ShuffleSeed = 1,
@@ -197,7 +201,7 @@ def pack_imagenet(
     from drawbar.pack_commands import pack_imagenet as pack
 
     options = PackOptions(
-        shards=shards or (128 if split.startswith("val") else 1024),
+        shards=(128 if split.startswith("val") else 1024) if shards is None else shards,
         split=split,
         seed=seed,
         on_bad=on_bad,

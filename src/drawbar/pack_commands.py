@@ -15,7 +15,7 @@ from drawbar.config import Storage
 from drawbar.dataset.destination import Destination, FolderDestination, StoreDestination
 from drawbar.dataset.folder import scan_folder
 from drawbar.dataset.imagenet import ImageNetFiles, scan_imagenet
-from drawbar.dataset.items import Progress, Source
+from drawbar.dataset.items import Note, Progress, Source, no_note, plural
 from drawbar.dataset.manifest import Manifest, RecordSchema
 from drawbar.dataset.pack import pack_share
 from drawbar.dataset.shard_writer import OnBad, PackSettings
@@ -86,7 +86,7 @@ def make(
             num_images=images,
             num_classes=classes,
             seed=seed,
-            size=size or picture.FULL_SIZE,
+            size=picture.FULL_SIZE if size is None else size,
             workers=workers,
             progress=StageProgress(terminal),
         )
@@ -98,8 +98,9 @@ def make(
         "mean_bytes": stats.mean_bytes,
         "total_bytes": stats.total_bytes,
     }
-    used = f"{classes}" if images >= classes else f"{images} of {classes}"
-    text = f"{images} images in {used} classes, {stats.mean_bytes / 1e3:.1f} kB on average, in {dest}"
+    used = "" if images >= classes else f"{images} of "
+    text = f"{plural(images, 'image')} in {used}{plural(classes, 'class', 'classes')}, "
+    text += f"{stats.mean_bytes / 1e3:.1f} kB on average, in {dest}"
     _report(terminal, row, json_out, text)
 
 
@@ -124,7 +125,7 @@ def make_coco(
             num_images=images,
             seed=seed,
             split=split,
-            image_size=size or coco_scene.FULL_SIZE,
+            image_size=coco_scene.FULL_SIZE if size is None else size,
             workers=workers,
             progress=StageProgress(terminal),
         )
@@ -136,7 +137,7 @@ def make_coco(
         "seed": seed,
         "total_bytes": stats.total_bytes,
     }
-    text = f"{images} images, {stats.total_bytes / 1e6:.1f} MB, in {dest}; annotations: {stats.annotations}"
+    text = f"{plural(images, 'image')}, {stats.total_bytes / 1e6:.1f} MB, in {dest}; annotations: {stats.annotations}"
     _report(terminal, row, json_out, text)
 
 
@@ -155,8 +156,8 @@ def make_shards(dest: str, *, images: int, classes: int, size: int | None, optio
     from drawbar.dataset import picture
     from drawbar.dataset.synthetic import ImagenetLikeSet, SyntheticSource
 
-    wanted = ImagenetLikeSet(images, classes, options.seed, size or picture.FULL_SIZE)
-    pack_source(lambda progress: SyntheticSource(wanted), dest, "imagenet", options)
+    wanted = ImagenetLikeSet(images, classes, options.seed, picture.FULL_SIZE if size is None else size)
+    pack_source(lambda progress, note: SyntheticSource(wanted), dest, "imagenet", options)
 
 
 def make_coco_shards(dest: str, *, images: int, size: int | None, options: PackOptions) -> None:
@@ -164,8 +165,8 @@ def make_coco_shards(dest: str, *, images: int, size: int | None, options: PackO
     from drawbar.dataset import coco_scene
     from drawbar.dataset.coco_like import CocoLikeSet, SyntheticCocoSource
 
-    wanted = CocoLikeSet(images, options.seed, options.split, size or coco_scene.FULL_SIZE)
-    pack_source(lambda progress: SyntheticCocoSource(wanted), dest, "coco", options)
+    wanted = CocoLikeSet(images, options.seed, options.split, coco_scene.FULL_SIZE if size is None else size)
+    pack_source(lambda progress, note: SyntheticCocoSource(wanted), dest, "coco", options)
 
 
 def pack_coco(
@@ -182,30 +183,57 @@ def pack_coco(
 
     layout = find_layout(source, options.split, annotations=annotations, images=images, captions=captions)
 
-    def listed(progress: Progress) -> Source:
+    def listed(progress: Progress, note: Note) -> Source:
         def of_bytes(done: int, total: int) -> None:
             progress("read annotations (MB)", done // 1_000_000, total // 1_000_000)
 
         return open_coco(layout, masks=masks, on_bad=cast(OnBad, options.on_bad), progress=of_bytes)
 
+    refuse_inside(dest, source, layout.images)
     pack_source(listed, dest, "coco", options)
 
 
 def pack_folder(source: Path, dest: str, classes: Path | None, options: PackOptions) -> None:
-    def listed(progress: Progress) -> Source:
-        return scan_folder(source, classes, lambda count: progress("list", count, 0))
+    def listed(progress: Progress, note: Note) -> Source:
+        return scan_folder(source, classes, lambda count: progress("list", count, 0), note)
 
+    refuse_inside(dest, source)
     pack_source(listed, dest, "imagenet", options)
 
 
 def pack_imagenet(source: Path, dest: str, files: ImageNetFiles, options: PackOptions) -> None:
-    def listed(progress: Progress) -> Source:
-        return scan_imagenet(source, files, lambda stage, count: progress(stage, count, 0))
+    def listed(progress: Progress, note: Note) -> Source:
+        return scan_imagenet(source, files, lambda stage, count: progress(stage, count, 0), note)
 
+    refuse_inside(dest, source)
     pack_source(listed, dest, "imagenet", options)
 
 
-def pack_source(listed: Callable[[Progress], Source], dest: str, schema: RecordSchema, options: PackOptions) -> None:
+def refuse_inside(dest: str, *sources: Path) -> None:
+    """Raises InputError where the shards would go into a folder that is packed: the next listing would take the folder
+    of the shards for a class, and number those behind it anew."""
+    try:
+        where = parse_url(dest)
+    except ValueError:
+        return  # which `destination` explains
+    if where.on_s3:
+        return
+    folder = where.folder.absolute()
+    above = {folder.resolve(), *folder.resolve().parents}
+    above |= {parent.resolve() for parent in folder.parents}  # and those by whose links it is reached
+    for source in sources:
+        if source.is_dir() and source.resolve() in above:
+            raise InputError(
+                f"the destination {dest} lies in the source {source}", hint="choose a folder beside the source"
+            )
+
+
+def pack_source(
+    listed: Callable[[Progress, Note], Source],
+    dest: str,
+    schema: RecordSchema,
+    options: PackOptions,
+) -> None:
     """Packs what `listed` returns, this rank's share of it where a launcher started several; prints what came out."""
     launched = launcher_rank()
     settings = PackSettings(
@@ -219,23 +247,31 @@ def pack_source(listed: Callable[[Progress], Source], dest: str, schema: RecordS
     terminal = Terminal(quiet_stdout=options.json_out or options.quiet or launched.rank > 0)
     # Of several ranks one shows how far it is; what goes wrong, all say.
     progress: Progress = StageProgress(terminal) if launched.rank == 0 else (lambda stage, done, total: None)
+    warnings: list[str] = []
+
+    def note(text: str) -> None:
+        warnings.append(text)
+        print(f"warning: {text}", file=sys.stderr)
+
     try:
         manifest = pack_share(
-            listed(progress),
+            # What the source has to say is the same for every rank.
+            listed(progress, note if launched.rank == 0 else no_note),
             target,
             settings,
             launched,
             workers=options.workers,
             overwrite=options.overwrite,
             progress=progress,
-            note=lambda text: print(f"warning: {text}", file=sys.stderr),
+            note=note,
         )
     finally:
         terminal.close()
     if manifest is None:
         terminal.line(f"rank {launched.rank} of {launched.size}: its shards are done")
     else:
-        _report(terminal, _packed_row(dest, manifest), options.json_out, _packed_text(dest, manifest))
+        row = _packed_row(dest, manifest) | {"warnings": warnings}
+        _report(terminal, row, options.json_out, _packed_text(dest, manifest))
 
 
 def _packed_row(dest: str, manifest: Manifest) -> dict[str, Any]:
@@ -247,16 +283,23 @@ def _packed_row(dest: str, manifest: Manifest) -> dict[str, Any]:
         "classes": manifest.num_classes,
         "bad": len(manifest.bad_paths("skipped")),
         "fixed": len(manifest.bad_paths("fixed")),
+        "kept": len(manifest.bad_paths("kept")),
         "notes": dict(manifest.notes),
     }
 
 
 def _packed_text(dest: str, manifest: Manifest) -> str:
-    text = f"{manifest.num_records} records in {len(manifest.shards)} shards, {manifest.size_bytes / 1e6:.1f} MB, "
-    text += f"{manifest.num_classes} classes, in {dest}"
-    fixed, skipped = (len(manifest.bad_paths(action)) for action in ("fixed", "skipped"))
-    if fixed or skipped:
-        text += f"; bad files: {fixed} re-encoded, {skipped} left out (see manifest.json)"
+    text = f"{plural(manifest.num_records, 'record')} in {plural(len(manifest.shards), 'shard')}, "
+    text += f"{manifest.size_bytes / 1e6:.1f} MB, {plural(manifest.num_classes, 'class', 'classes')}, in {dest}"
+    notes = manifest.notes
+    if "boxes_read" in notes:
+        text += f"; {plural(notes['boxes_read'], 'box', 'boxes')} read: "
+        text += ", ".join(f"{notes.get(f'boxes_{what}', 0)} {what}" for what in ("swapped", "clamped", "dropped"))
+        text += f"; {plural(notes['images_with_boxes'], 'image has', 'images have')} boxes"
+    fixed, skipped, kept = (len(manifest.bad_paths(action)) for action in ("fixed", "skipped", "kept"))
+    if fixed or skipped or kept:
+        text += f"; bad files: {fixed} re-encoded, {skipped} left out"
+        text += f", {kept} kept though Exif-rotated" * bool(kept) + " (see manifest.json)"
     return text
 
 

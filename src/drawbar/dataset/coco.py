@@ -13,10 +13,12 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from drawbar.dataset import coco_mask, jpeg
 from drawbar.dataset.coco_example import CocoImage, CocoObject, check_size, encode, read_object
+from drawbar.dataset.coco_fields import Fault
+from drawbar.dataset.coco_images import CHANGED, FolderImages, Images, ZipImages
 from drawbar.dataset.coco_index import (
     CaptionIndex,
     CocoIndex,
@@ -24,15 +26,15 @@ from drawbar.dataset.coco_index import (
     Progress,
     index_captions,
     index_instances,
+    left_out,
 )
-from drawbar.dataset.items import CheckedImage, Item
-from drawbar.dataset.zip_index import ZipIndex
+from drawbar.dataset.folder import refuse_url
+from drawbar.dataset.items import CheckedImage, Item, plural
+from drawbar.dataset.manifest import BadFile
 from drawbar.errors import DataError, InputError
 
 OnBad = Literal["fail", "skip", "fix"]
 
-_LAYOUT_HINT = "expected SRC/annotations/instances_train2017.json beside SRC/train2017/ or SRC/train2017.zip"
-_CHANGED = "pack a source that nobody changes; finished shards are kept"
 _SHORT_SPLITS = {"validation": "val"}
 
 
@@ -56,19 +58,26 @@ def find_layout(
 ) -> Layout:
     """COCO's own layout under `source`, for a split `train` or `validation`; what is given by name is not looked for.
 
-    A captions file is used where it lies beside the instances. Raises InputError where something is not there or
-    could be several things.
+    `source` may be an annotation file: its images lie beside it, or beside its folder, as in COCO's own layout. A
+    captions file is used where it lies beside the instances. Raises InputError where something is not there or could
+    be several things.
     """
+    for path in (source, annotations, images, captions):
+        if path is not None:
+            refuse_url(path)
     if annotations is None:
         annotations = source if source.is_file() else _annotations(source, split)
     name = annotations.stem.removeprefix("instances_")
     if images is None:
-        root = annotations.parent if source.is_file() else source
-        candidates = [root / name, root / "images" / name, root / f"{name}.zip", root / "images"]
-        images = next((path for path in candidates if path.exists()), None)
+        beside = annotations.parent
+        roots = [beside, Path(os.path.normpath(beside / ".."))] if source.is_file() else [source]
+        places = [(root / name, root / "images" / name, root / f"{name}.zip", root / "images") for root in roots]
+        images = next((path for candidates in places for path in candidates if path.exists()), None)
         if images is None:
+            looked = " and ".join(f"no {path}" for candidates in places for path in (candidates[0], candidates[2]))
             raise InputError(
-                f"no images for {annotations}: no {candidates[0]} and no {candidates[2]}", hint=_LAYOUT_HINT
+                f"no images for {annotations}: {looked}",
+                hint=f"name their folder or zip archive with --images; without, {_layout_hint(split)}",
             )
     if captions is None:
         beside = annotations.with_name(f"captions_{name}.json")
@@ -78,14 +87,17 @@ def find_layout(
 
 def _annotations(source: Path, split: str) -> Path:
     if not source.is_dir():
-        raise InputError(f"no source folder: {source}", hint=_LAYOUT_HINT)
+        raise InputError(f"no source folder: {source}", hint=_layout_hint(split))
     short = _SHORT_SPLITS.get(split, split)
     folder = source / "annotations" if (source / "annotations").is_dir() else source
     found = sorted(folder.glob(f"instances_{short}*.json"))
     if len(found) != 1:
         what = f"several: {', '.join(path.name for path in found)}" if found else "none"
         packed = next(iter(sorted(source.glob("annotations*.zip"))), None)
-        hint = f"unpack {packed} first" if packed else _LAYOUT_HINT
+        if any(source.glob(f"drawbar-synthetic-{short}*.json")):
+            hint = "a synthetic set whose making did not end has none: give its `drawbar data make` command again"
+        else:
+            hint = f"unpack {packed} first" if packed else _layout_hint(split)
         raise InputError(
             f"expected one file instances_{short}*.json in {folder}, found {what}",
             hint="name it with --annotations" if found else hint,
@@ -93,56 +105,9 @@ def _annotations(source: Path, split: str) -> Path:
     return found[0]
 
 
-# Where images lie
-
-
-class Images(Protocol):
-    """Picklable."""
-
-    def size_bytes(self, name: str) -> int | None:
-        """None where there is no such file."""
-
-    def read(self, name: str) -> bytes:
-        """Raises DataError with the reason alone where it is missing or damaged, InputError where reading fails."""
-
-
-class FolderImages:
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def size_bytes(self, name: str) -> int | None:
-        try:
-            return os.stat(f"{self._folder}/{name}").st_size
-        except OSError:
-            return None
-
-    def read(self, name: str) -> bytes:
-        try:
-            with open(f"{self._folder}/{name}", "rb", buffering=0) as file:
-                data: bytes = file.read() or b""
-                return data
-        except FileNotFoundError:
-            raise DataError(f"missing in {self._folder}") from None
-        except OSError as error:
-            # Not a bad image: a disk that fails would make a set of nothing.
-            raise InputError(f"{self._folder}/{name} cannot be read: {error.strerror}", hint=_CHANGED) from None
-
-
-class ZipImages:
-    """An archive whose files lie at its root or all in one folder, as COCO's do."""
-
-    def __init__(self, path: Path, names: Sequence[str]) -> None:
-        self._zip = ZipIndex(path)
-        there = set(self._zip.names)
-        folders = {""} | {name.rpartition("/")[0] + "/" for name in there if "/" in name}
-        sample = names[:: max(1, len(names) // 64)]
-        self._prefix = max(sorted(folders), key=lambda folder: sum(folder + name in there for name in sample))
-
-    def size_bytes(self, name: str) -> int | None:
-        return self._zip.size_bytes(self._prefix + name)
-
-    def read(self, name: str) -> bytes:
-        return self._zip.read(self._prefix + name)
+def _layout_hint(split: str) -> str:
+    name = f"{_SHORT_SPLITS.get(split, split)}2017"
+    return f"expected SRC/annotations/instances_{name}.json beside SRC/{name}/ or SRC/{name}.zip"
 
 
 # Where annotations lie
@@ -179,7 +144,7 @@ class SpanReader:
         return descriptor
 
     def _changed(self) -> InputError:
-        return InputError(f"{self._state.path} changed while it was being packed", hint=_CHANGED)
+        return InputError(f"{self._state.path} changed while it was being packed", hint=CHANGED)
 
 
 # The source
@@ -200,37 +165,43 @@ class CocoSource:
         self._images = images
         self._items = items
         self._reader = SpanReader(index.file)
+        self._faults = faults(index, captions)
         self._caption_reader = SpanReader(captions.file) if captions else None
-        self._last: tuple[str, CocoImage] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """For workers: without the list, as they get the items of their shards."""
-        return self.__dict__ | {"_items": [], "_last": None}
+        return self.__dict__ | {"_items": []}
 
     def items(self) -> Sequence[Item]:
         return self._items
 
     def read(self, item: Item) -> bytes:
-        """Raises DataError for annotations that do not fit the image too: without them it is of no use."""
-        record = self._record(item)
+        """Raises DataError for a file that is too large, or not of the annotated size too."""
+        jpeg.check_file_size(item.size_bytes)
         data = self._images.read(item.path)
         if len(data) != item.size_bytes:
             raise InputError(
-                f"{item.path} was {item.size_bytes} bytes when it was listed, and is not any more", hint=_CHANGED
+                f"{item.path} was {item.size_bytes} bytes when it was listed, and is not any more", hint=CHANGED
             )
         try:
             header = jpeg.parse_header(data)
         except DataError:
             return data  # no JPEG; whether it can be mended is the packer's question
-        check_size(record, header.width, header.height)
+        self._check_size(item, header)
         return data
 
     def example(self, item: Item, image: CheckedImage) -> bytes:
         """Raises DataError, naming the image, where a mended one is not of the annotated size."""
         try:
-            return encode(self._record(item), image)
+            # Before masks of that size are drawn.
+            self._check_size(item, image.header)
+            return encode(self._load(item), image)
         except DataError as error:
             raise DataError(f"{item.path}: {error.message}") from None
+
+    def _check_size(self, item: Item, header: jpeg.JpegHeader) -> None:
+        row = self._row(item)
+        check_size(int(self._index.widths[row]), int(self._index.heights[row]), header.width, header.height)
 
     def item_labels(self, item: Item) -> Sequence[int]:
         return self._index.labels_of(self._row(item))
@@ -238,7 +209,7 @@ class CocoSource:
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
         captions = self._captions.file.sha256 if self._captions else ""
-        digest.update(f"coco {self._index.file.sha256} {captions} {self.masks}\n".encode())
+        digest.update(f"coco 2 {self._index.file.sha256} {captions} {self.masks}\n".encode())
         for item in self._items:
             digest.update(os.fsencode(item.path) + b" %d\n" % item.size_bytes)
         return digest.hexdigest()
@@ -250,16 +221,29 @@ class CocoSource:
             "masks": self.masks,
             "captions": self._captions is not None,
             "annotations": len(self._index.labels),
+            "annotations_left_out": left_out(self._index.faults, self._index.dropped),
             "boxes_skipped": {reason: len(ids) for reason, ids in self._index.dropped.items()},
             "boxes_skipped_ids": self._index.dropped,
-            "faults": faults(self._index, self._captions),
+            "captions_of_other_images": self._captions.num_unknown if self._captions else 0,
+            "faults": list(map(str, self._faults)),
         }
 
-    def _record(self, item: Item) -> CocoImage:
-        """Kept for the next call, which is about the same image: masks are drawn once."""
-        if self._last is None or self._last[0] != item.path:
-            self._last = (item.path, self._load(item))
-        return self._last[1]
+    def bad_files(self) -> list[BadFile]:
+        """Images that the annotation file names in a way that none of the items stands for."""
+        return [BadFile(path=fault.path, reason=str(fault)) for fault in self._faults if fault.what == "image"]
+
+    def loss(self) -> str:
+        """One line on the annotations that are not in the records; empty where all are."""
+        counts = left_out(self._index.faults, self._index.dropped)
+        lost = []
+        if counts:
+            reasons = ", ".join(f"{reason} x{count}" for reason, count in counts.items())
+            lost.append(f"{sum(counts.values())} of {self._index.num_annotations} annotations left out: {reasons}")
+        for what in ("category", "caption", "image"):
+            found = [fault for fault in self._faults if fault.what == what]
+            if found:
+                lost.append(_some(found, f"{what} entry", "left out"))
+        return "; ".join(lost)
 
     def _load(self, item: Item) -> CocoImage:
         index, row = self._index, self._row(item)
@@ -282,7 +266,7 @@ def category_map(category_ids: Sequence[int]) -> dict[str, int]:
     return {str(category): label for label, category in enumerate(category_ids, start=1)}
 
 
-def faults(index: CocoIndex, captions: CaptionIndex | None) -> list[str]:
+def faults(index: CocoIndex, captions: CaptionIndex | None) -> list[Fault]:
     return index.faults + (captions.faults if captions else [])
 
 
@@ -303,13 +287,14 @@ def open_coco(
     """
     if masks:
         coco_mask.require_pycocotools()
-    index = index_instances(layout.annotations, progress)
+    index = index_instances(layout.annotations, progress, masks=masks)
     captions = index_captions(layout.captions, index) if layout.captions else None
     images: Images = FolderImages(layout.images) if layout.images.is_dir() else ZipImages(layout.images, index.names)
     items, missing = _items(index, images)
     if len(missing) == len(items):
         raise InputError(
-            f"{layout.images} holds none of the {len(items)} images of {layout.annotations}, such as {missing[0]}",
+            f"{layout.images} holds none of the {plural(len(items), 'image')} of {layout.annotations}, such as "
+            f"{missing[0]}",
             hint="the images folder and the annotation file must be of the same split",
         )
     if on_bad == "fail":
@@ -327,7 +312,7 @@ def _items(index: CocoIndex, images: Images) -> tuple[list[Item], list[str]]:
     return items, missing
 
 
-def _refuse(layout: Layout, found: Sequence[str], missing: Sequence[str]) -> None:
+def _refuse(layout: Layout, found: Sequence[Fault], missing: Sequence[str]) -> None:
     hint = "--on-bad skip leaves them out and lists them in the manifest"
     if found:
         raise InputError(f"{layout.annotations} has {_some(found, 'fault')}", hint=hint)
@@ -335,6 +320,7 @@ def _refuse(layout: Layout, found: Sequence[str], missing: Sequence[str]) -> Non
         raise InputError(f"{layout.images} lacks {_some(missing, 'image')}", hint=hint)
 
 
-def _some(lines: Sequence[str], what: str) -> str:
-    more = f"; and {len(lines) - 3} more" if len(lines) > 3 else ""
-    return f"{len(lines)} {what}{'s' if len(lines) > 1 else ''}: {'; '.join(lines[:3])}{more}"
+def _some(found: Sequence[Fault | str], what: str, then: str = "") -> str:
+    more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+    many = plural(len(found), what, f"{what[:-1]}ies" if what.endswith("y") else "")
+    return f"{many}{' ' + then if then else ''}: {'; '.join(map(str, found[:3]))}{more}"

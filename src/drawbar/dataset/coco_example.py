@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from drawbar.dataset import coco_mask
-from drawbar.dataset.coco_index import object_fields
+from drawbar.dataset import coco_mask, jpeg
+from drawbar.dataset.coco_fields import object_fields
 from drawbar.dataset.example import encode_example
 from drawbar.dataset.items import CheckedImage
 from drawbar.errors import DataError
@@ -55,16 +55,17 @@ def read_object(annotation: dict[str, Any], name: str, height: int, width: int, 
     return CocoObject(annotation["category_id"], name, box, crowd, area, mask)
 
 
-def check_size(record: CocoImage, width: int, height: int) -> None:
-    """Raises DataError where the file is not of the size that the annotations were made on."""
-    if (width, height) != (record.width, record.height):
-        raise DataError(f"{width}x{height} pixels; the annotations say {record.width}x{record.height}")
+def check_size(annotated_width: int, annotated_height: int, width: int, height: int) -> None:
+    """Raises DataError where the file is absurdly large, or not of the size that the annotations were made on."""
+    jpeg.check_size(width, height, jpeg.MAX_PIXELS)
+    if (width, height) != (annotated_width, annotated_height):
+        raise DataError(f"{width}x{height} pixels; the annotations say {annotated_width}x{annotated_height}")
 
 
 def encode(record: CocoImage, image: CheckedImage) -> bytes:
     """The serialised Example. Raises DataError where image and annotations differ in size."""
     header = image.header
-    check_size(record, header.width, header.height)
+    check_size(record.width, record.height, header.width, header.height)
     objects = record.objects
     boxes = [item.box for item in objects]
     return encode_example(

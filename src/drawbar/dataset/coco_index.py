@@ -6,18 +6,18 @@ columns, so that it pickles small; a worker reads the spans of its images from t
 
 from __future__ import annotations
 
-import math
 import os
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from drawbar.dataset import coco_mask
+from drawbar.dataset.coco_fields import Fault, crowd_flag, fault_in, object_fields, safe_name, shown, text, whole
 from drawbar.dataset.coco_json import Element, JsonFile
 from drawbar.errors import DataError, InputError
 
@@ -26,6 +26,10 @@ Progress = Callable[[int, int], None]
 
 EMPTY_BOX = "no width or no height"
 OUTSIDE_BOX = "reaches outside the image"
+BAD_MASK = "bad segmentation"
+
+_NO_MASK = coco_mask.Extent(0, 0, 0, 0)
+_MAX_INT = (1 << 63) - 1
 
 _LAYOUT_HINT = "expected COCO's instances_*.json: an object with the arrays images, annotations and categories"
 
@@ -69,42 +73,46 @@ class CocoIndex:
     labels: NDArray[np.int32]
     """1..N, of each object."""
     has_masks: bool
-    """Whether any annotation has a segmentation."""
+    """Whether any annotation has a segmentation, and masks are wanted."""
     dropped: dict[str, list[int]]
     """Ids of annotations left out for their boxes, by reason."""
-    faults: list[str]
-    """What else is wrong, a line each; the image or annotation in question is left out."""
+    faults: list[Fault]
+    """What else is wrong; the image or annotation in question is left out."""
+    num_annotations: int
+    """In the file."""
 
     def labels_of(self, row: int) -> list[int]:
         labels: list[int] = self.labels[self.objects.first[row] : self.objects.first[row + 1]].tolist()
         return labels
 
 
-def index_instances(path: Path, progress: Progress = lambda done, total: None) -> CocoIndex:
-    """Raises InputError for what is no instances file, DataError naming the byte offset for damaged JSON."""
-    found = _Found()
+def index_instances(path: Path, progress: Progress = lambda done, total: None, *, masks: bool = True) -> CocoIndex:
+    """Without `masks`, segmentations are not looked at.
+
+    Raises InputError for what is no instances file, or one whose annotations are all wrong; DataError naming the byte
+    offset for damaged JSON.
+    """
+    found = _Found(masks)
     take = {"images": found.image, "annotations": found.object, "categories": found.category}
     state, keys = _walk(path, take, progress)
     for key in ("images", "annotations", "categories"):
         if key not in keys:
             raise InputError(f"{path} has no {key!r}", hint=_LAYOUT_HINT)
-    if not found.names:
-        raise InputError(f"{path} lists no usable image" + _first(found.faults), hint=_LAYOUT_HINT)
     return _assemble(state, found)
 
 
 def index_captions(path: Path, instances: CocoIndex, progress: Progress = lambda done, total: None) -> CaptionIndex:
     """Captions of the images of `instances`; those of other images are counted and left out. Raises as above."""
     image_ids, starts, sizes = array("q"), array("q"), array("i")
-    faults: list[str] = []
+    faults: list[Fault] = []
 
     def caption(element: Element) -> None:
         try:
-            image_id = _whole(element.value, "image_id")
-            if not isinstance(element.value.get("caption"), str):
-                raise DataError("no text")
+            value = element.text()
+            image_id = whole(value, "image_id")
+            text(value.get("caption"), "caption")
         except DataError as error:
-            faults.append(f"caption at byte offset {element.start}: {error.message}")
+            faults.append(fault_in(element, "caption", error))
             return
         image_ids.append(image_id)
         starts.append(element.start)
@@ -125,7 +133,7 @@ class CaptionIndex:
     captions: Spans
     num_unknown: int
     """Captions of images that the instances file does not list."""
-    faults: list[str]
+    faults: list[Fault]
 
 
 # The pass
@@ -149,6 +157,8 @@ def _walk(path: Path, take: Mapping[str, Callable[[Element], None]], progress: P
 class _Found:
     """Columns in the file's order."""
 
+    masks: bool
+    """Whether segmentations are wanted."""
     names: list[str] = field(default_factory=list)
     image_ids: array[int] = field(default_factory=lambda: array("q"))
     widths: array[int] = field(default_factory=lambda: array("i"))
@@ -159,18 +169,30 @@ class _Found:
     object_categories: array[int] = field(default_factory=lambda: array("q"))
     boxes: array[float] = field(default_factory=lambda: array("d"))
     masked: array[int] = field(default_factory=lambda: array("b"))
+    """Whether there is a segmentation; the next four say what of, see `coco_mask.Extent`."""
+    reaches: array[float] = field(default_factory=lambda: array("d"))
+    mask_heights: array[int] = field(default_factory=lambda: array("i"))
+    mask_widths: array[int] = field(default_factory=lambda: array("i"))
+    mask_pixels: array[int] = field(default_factory=lambda: array("q"))
     starts: array[int] = field(default_factory=lambda: array("q"))
     sizes: array[int] = field(default_factory=lambda: array("i"))
-    faults: list[str] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    num_annotations: int = 0
+    lost_images: set[int] = field(default_factory=set)
+    """Ids of images that were left out."""
+    has_masks: bool = False
 
     def image(self, element: Element) -> None:
         try:
             value = element.text()
-            image_id = _whole(value, "id")
-            width, height = (_whole(value, key, 1, 1 << 20) for key in ("width", "height"))
-            name = _safe_name(value.get("file_name"))
+            image_id = whole(value, "id")
+            width, height = (whole(value, key, 1, 1 << 20) for key in ("width", "height"))
+            name = safe_name(value.get("file_name"))
         except DataError as error:
-            self._fault("image", element, error)
+            self.faults.append(fault_in(element, "image", error))
+            known = element.value.get("id") if isinstance(element.value, dict) else None
+            if type(known) is int:
+                self.lost_images.add(known)
             return
         self.names.append(name)
         self.image_ids.append(image_id)
@@ -180,92 +202,47 @@ class _Found:
     def category(self, element: Element) -> None:
         try:
             value = element.text()
-            category_id = _whole(value, "id", 0, (1 << 31) - 1)
-            name = value.get("name")
-            if not isinstance(name, str):
-                raise DataError(f"name is {_shown(name)}")
+            category_id = whole(value, "id", 0, (1 << 31) - 1)
+            name = text(value.get("name"), "name")
             if category_id in self.categories:
                 raise DataError(f"the id comes twice, for {self.categories[category_id]!r} and {name!r}")
         except DataError as error:
-            self._fault("category", element, error)
+            self.faults.append(fault_in(element, "category", error))
             return
         self.categories[category_id] = name
 
     def object(self, element: Element) -> None:
-        value = element.value
+        self.num_annotations += 1
+        kind = ""
+        extent = _NO_MASK
         try:
-            row = [_whole(value, key) for key in ("id", "image_id", "category_id")]
-            if _crowd(value) not in (0, 1):
-                raise DataError(f"iscrowd is {_shown(value.get('iscrowd'))}; expected 0 or 1")
-            box = _numbers(value.get("bbox"), "bbox")
-            _area(value, box)
+            value = element.text()
+            row = [whole(value, key) for key in ("id", "image_id", "category_id")]
+            if crowd_flag(value) not in (0, 1):
+                raise DataError(f"iscrowd is {shown(value.get('iscrowd'))}; expected 0 or 1")
+            box, _, _ = object_fields(value)
+            segmentation = value.get("segmentation")
+            masked = self.masks and coco_mask.is_segmentation(segmentation)
+            if masked:
+                self.has_masks = True
+                kind = BAD_MASK
+                extent = coco_mask.measure(segmentation)
         except DataError as error:
-            self._fault("annotation", element, error)
+            self.faults.append(fault_in(element, "annotation", error, kind))
             return
         for column, number in zip((self.ids, self.object_images, self.object_categories), row, strict=True):
             column.append(number)
         self.boxes.extend(box)
-        self.masked.append(coco_mask.is_segmentation(value.get("segmentation")))
+        self.masked.append(masked)
+        self.reaches.append(extent.reach)
+        self.mask_heights.append(extent.height)
+        self.mask_widths.append(extent.width)
+        self.mask_pixels.append(min(extent.pixels, _MAX_INT))
         self.starts.append(element.start)
         self.sizes.append(element.size_bytes)
 
-    def _fault(self, what: str, element: Element, error: DataError) -> None:
-        known = element.value.get("id") if isinstance(element.value, dict) else None
-        which = f"{what} {known}" if type(known) is int else f"{what} at byte offset {element.start}"
-        self.faults.append(f"{which}: {error.message}")
 
-
-def object_fields(value: Any) -> tuple[list[float], int, float]:
-    """Box (x, y, width, height in pixels), crowd flag and area of an annotation that the index took."""
-    box = _numbers(value["bbox"], "bbox")
-    return box, _crowd(value), _area(value, box)
-
-
-def _crowd(value: dict[str, Any]) -> int:
-    crowd = value.get("iscrowd", 0)
-    return int(crowd) if isinstance(crowd, int) else -1
-
-
-def _area(value: dict[str, Any], box: Sequence[float]) -> float:
-    """The box's where the set has none, as sets of boxes alone do."""
-    return _numbers([value["area"]], "area", 1)[0] if "area" in value else box[2] * box[3]
-
-
-def _whole(value: Any, key: str, least: int = -(1 << 63), most: int = (1 << 63) - 1) -> int:
-    number = value.get(key) if isinstance(value, dict) else None
-    if type(number) is not int or not least <= number <= most:
-        raise DataError(f"{key} is {_shown(number)}; expected a whole number" + (f" from {least}" if least > 0 else ""))
-    return number
-
-
-def _numbers(value: Any, key: str, count: int = 4) -> list[float]:
-    if isinstance(value, list) and len(value) == count:
-        try:
-            numbers = [float(number) for number in value if type(number) in (int, float)]
-        except OverflowError:
-            numbers = []
-        if len(numbers) == count and all(map(math.isfinite, numbers)):
-            return numbers
-    raise DataError(f"{key} is {_shown(value)}; expected {count} numbers" if count > 1 else f"{key} is {_shown(value)}")
-
-
-def _safe_name(name: Any) -> str:
-    """A path below the images folder, whoever wrote the file."""
-    if not isinstance(name, str) or not name or "\0" in name:
-        raise DataError(f"file_name is {_shown(name)}")
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts:
-        raise DataError(f"file_name {_shown(name)} leads out of the images folder")
-    return str(path)
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "missing"
-    return repr(value)[:40]
-
-
-def _first(faults: Sequence[str]) -> str:
+def _first(faults: Sequence[Fault]) -> str:
     return f": {faults[0]}" if faults else ""
 
 
@@ -274,6 +251,8 @@ def _first(faults: Sequence[str]) -> str:
 
 def _assemble(state: FileState, found: _Found) -> CocoIndex:
     order = _kept_images(found)
+    if not order:
+        raise InputError(f"{state.path} lists no usable image" + _first(found.faults), hint=_LAYOUT_HINT)
     names = [found.names[number] for number in order]
     image_ids = np.array(found.image_ids, np.int64)[order]
     widths, heights = np.array(found.widths, np.int32)[order], np.array(found.heights, np.int32)[order]
@@ -282,15 +261,15 @@ def _assemble(state: FileState, found: _Found) -> CocoIndex:
     rows = _rows(image_ids, np.array(found.object_images, np.int64))
     labels = _rows(np.array(category_ids, np.int64), np.array(found.object_categories, np.int64)) + 1
     good = _sound(found, ids, rows, labels)
-    has_masks = any(found.masked)
-    if has_masks:
-        unmasked = good & ~np.array(found.masked, bool)
-        found.faults += [f"annotation {ids[number]}: no segmentation" for number in np.flatnonzero(unmasked)]
-        good &= ~unmasked
+    if found.has_masks:
+        good &= _fitting_masks(found, good, rows, widths, heights)
     dropped = _bad_boxes(np.array(found.boxes, np.float64).reshape(-1, 4), good, rows, widths, heights)
     for numbers in dropped.values():
         good[numbers] = False
     kept = np.flatnonzero(good)
+    if found.num_annotations and not len(kept):
+        reasons = ", ".join(f"{reason} x{count}" for reason, count in left_out(found.faults, dropped).items())
+        raise InputError(f"{state.path}: none of its {found.num_annotations} annotations can be used: {reasons}")
     kept = kept[np.argsort(rows[kept], kind="stable")]
     starts, sizes = np.array(found.starts, np.int64)[kept], np.array(found.sizes, np.int32)[kept]
     return CocoIndex(
@@ -303,26 +282,44 @@ def _assemble(state: FileState, found: _Found) -> CocoIndex:
         category_names=tuple(found.categories[category] for category in category_ids),
         objects=Spans(_offsets(rows[kept], len(names)), starts, sizes),
         labels=labels[kept].astype(np.int32),
-        has_masks=has_masks,
+        has_masks=found.has_masks,
         dropped={reason: ids[numbers].tolist() for reason, numbers in dropped.items()},
         faults=found.faults,
+        num_annotations=found.num_annotations,
     )
 
 
+def left_out(faults: Sequence[Fault], dropped: Mapping[str, Sized]) -> dict[str, int]:
+    """How many annotations are not in the records, by reason."""
+    counts = Counter(fault.kind for fault in faults if fault.what == "annotation")
+    counts.update({reason: len(numbers) for reason, numbers in dropped.items() if len(numbers)})
+    return dict(counts.most_common())
+
+
 def _kept_images(found: _Found) -> list[int]:
-    """Numbers of the images in the order of their names, without those whose id or name was there before."""
-    seen_ids: set[int] = set()
+    """Numbers of the images in the order of their names, without those whose name was there before, and without any
+    whose id stands for several files: which one its annotations are of cannot be known."""
+    name_of: dict[int, str] = {}
+    ambiguous: dict[int, str] = {}
+    for image_id, name in zip(found.image_ids, found.names, strict=True):
+        if name_of.setdefault(image_id, name) != name:
+            ambiguous[image_id] = f"the id comes twice, for {name_of[image_id]!r} and {name!r}"
     seen_names: set[str] = set()
+    kept_ids: set[int] = set()
     kept = []
     for number, (image_id, name) in enumerate(zip(found.image_ids, found.names, strict=True)):
-        if image_id in seen_ids:
-            found.faults.append(f"image {image_id}: the id comes twice")
+        if image_id in ambiguous:
+            found.faults.append(Fault("image", f"{image_id}", ambiguous[image_id], "id twice", name))
         elif name in seen_names:
-            found.faults.append(f"image {image_id}: the file name {name!r} comes twice")
+            reason = f"the file name {name!r} comes twice"
+            found.faults.append(Fault("image", f"{image_id}", reason, "file name twice", name))
         else:
             kept.append(number)
             seen_names.add(name)
-        seen_ids.add(image_id)
+            kept_ids.add(image_id)
+            continue
+        if image_id not in kept_ids:
+            found.lost_images.add(image_id)
     return sorted(kept, key=lambda number: found.names[number])
 
 
@@ -340,9 +337,36 @@ def _sound(
     ):
         for number in np.flatnonzero(where):
             value = "" if column is None else f" {column[number]}"
-            found.faults.append(f"annotation {ids[number]}: {reason}{value}")
+            kind = reason
+            if column is found.object_images and column[number] in found.lost_images:
+                value, kind = f"{value}, which was left out", "image left out"
+            found.faults.append(Fault("annotation", f"{ids[number]}", f"{reason}{value}", kind))
     good: NDArray[np.bool_] = ~again & (rows >= 0) & (labels >= 1)
     return good
+
+
+def _fitting_masks(
+    found: _Found,
+    good: NDArray[np.bool_],
+    rows: NDArray[np.int64],
+    widths: NDArray[np.int32],
+    heights: NDArray[np.int32],
+) -> NDArray[np.bool_]:
+    """Which annotations have a segmentation that fits their image; the others, of those that are good, are noted."""
+    masked = np.array(found.masked, bool)
+    for number in np.flatnonzero(good & ~masked).tolist():
+        found.faults.append(Fault("annotation", f"{found.ids[number]}", "no segmentation", "no segmentation"))
+    fits = masked.copy()
+    columns = (found.reaches, found.mask_heights, found.mask_widths, found.mask_pixels)
+    for number in np.flatnonzero(good & masked).tolist():
+        image = int(rows[number])
+        try:
+            extent = coco_mask.Extent(*(column[number] for column in columns))  # type: ignore[arg-type]
+            coco_mask.check_extent(extent, int(heights[image]), int(widths[image]))
+        except DataError as error:
+            found.faults.append(Fault("annotation", f"{found.ids[number]}", error.message, BAD_MASK))
+            fits[number] = False
+    return fits
 
 
 def _bad_boxes(

@@ -23,6 +23,9 @@ _MAX_VALUE_BYTES = 64 << 20
 _CUT = re.compile(r"[-+.\w\\]*[ \t\r\n]*\Z")
 """What may follow the position of an error where more text would mend it: a number, word or escape that is cut."""
 
+_NUMBER_REST = re.compile(r"[-+.eE0-9]*\Z")
+"""What may follow a number that was decoded from a buffer that ends within it: `1` of `1.5`, of `1e+22`."""
+
 _BLANK = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder()
 _BOMS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
@@ -48,6 +51,8 @@ class Element(NamedTuple):
             return self.value
         try:
             return json.loads(self.raw.encode("latin-1"))
+        except UnicodeDecodeError as error:
+            raise DataError(f"byte offset {self.start + error.start} is no UTF-8 text") from None
         except ValueError as error:
             raise DataError(f"byte offset {self.start}: {_reason(error)}") from None
 
@@ -172,11 +177,10 @@ class JsonFile:
                 continue
             except (ValueError, RecursionError) as error:
                 raise self._error(_reason(error)) from None
-            # A number may go on in the next chunk.
-            if end < len(self._buffer) or self._ended:
+            if self._ended or type(value) not in (int, float) or not _NUMBER_REST.match(self._buffer, end):
                 self._position = end
                 return value
-            self._read_chunk()
+            self._read_more()
 
     def _read_on(self, error: json.JSONDecodeError) -> None:
         cut = _CUT.match(self._buffer, error.pos) or error.msg.startswith("Unterminated string")
@@ -185,6 +189,9 @@ class JsonFile:
             if self._ended and cut:
                 raise self._error("it is truncated", self._start + len(self._buffer))
             raise self._error(_reason(error), at)
+        self._read_more()
+
+    def _read_more(self) -> None:
         if len(self._buffer) - self._position > _MAX_VALUE_BYTES:
             raise self._error(f"one value is longer than {_MAX_VALUE_BYTES >> 20} MiB")
         self._read_chunk()

@@ -6,11 +6,12 @@ code believes whatever counts it is given.
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,10 @@ Mask = NDArray[np.uint8]
 
 _PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 _LEAST_COORDINATES = 6
+_FAR = 2.0
+_HUGE = 1 << 40
+"""No run length reaches it."""
+_NUMBERS = frozenset((int, float))
 
 
 def require_pycocotools() -> None:
@@ -50,32 +55,73 @@ def _with_area(polygons: Sequence[Any]) -> list[list[float]]:
     ]
 
 
+class Extent(NamedTuple):
+    """What can be said of a segmentation without drawing it."""
+
+    reach: float
+    """The largest coordinate of its polygons, whatever its sign; 0 for run lengths."""
+    height: int
+    width: int
+    """Of run lengths, as they say themselves; 0 for polygons."""
+    pixels: int
+    """That its run lengths add up to."""
+
+
+def measure(segmentation: Any) -> Extent:
+    """Raises DataError with the reason alone for what is neither polygons nor run lengths of an image of any size."""
+    if isinstance(segmentation, list):
+        polygons = _with_area(segmentation)
+        if not polygons:
+            raise DataError("no polygon of three corners")
+        return Extent(max(map(_reach, polygons)), 0, 0, 0)
+    size = segmentation.get("size") if isinstance(segmentation, dict) else None
+    if (
+        not isinstance(size, list)
+        or len(size) != 2
+        or not all(type(side) is int and 0 < side < 1 << 20 for side in size)
+    ):
+        raise DataError(f"mask of size {str(size)[:40]}")
+    height, width = size
+    return Extent(0, height, width, sum(_counts(segmentation.get("counts"))))
+
+
+def check_extent(extent: Extent, height: int, width: int) -> None:
+    """Raises DataError with the reason alone for the segmentation of an image of another size."""
+    if extent.height:
+        if (extent.height, extent.width) != (height, width):
+            raise DataError(f"mask of size [{extent.height}, {extent.width}]; the image has [{height}, {width}]")
+        if extent.pixels != height * width:
+            raise DataError(f"run lengths add up to {extent.pixels}; {width}x{height} pixels have {height * width}")
+    elif not extent.reach <= _FAR * max(height, width):
+        raise DataError(f"a polygon reaches far outside the {width}x{height} image")
+
+
 def rasterise(segmentation: Any, height: int, width: int) -> Mask:
     """The pixels of COCO's `segmentation` member: polygons, compressed or uncompressed run lengths.
 
     Raises DataError with the reason alone for what is none of these or does not fit the image.
     """
+    check_extent(measure(segmentation), height, width)
     if isinstance(segmentation, list):
         return _fill(_with_area(segmentation), height, width)
-    if not isinstance(segmentation, dict) or segmentation.get("size") != [height, width]:
-        size = segmentation.get("size") if isinstance(segmentation, dict) else None
-        raise DataError(f"mask of size {str(size)[:40]}; the image has [{height}, {width}]")
-    counts = segmentation.get("counts")
-    return decode_counts(expand_counts(counts) if isinstance(counts, str) else counts, height, width)
+    return decode_counts(_counts(segmentation["counts"]), height, width)
+
+
+def _reach(polygon: list[Any]) -> float:
+    """The largest coordinate; infinite where one is no finite number. A set has tens of millions of them."""
+    if not _NUMBERS.issuperset(map(type, polygon)):
+        raise DataError("a polygon holds something else than numbers")
+    try:
+        # A NaN is never the largest, but makes the sum one.
+        return math.inf if math.isnan(sum(polygon)) else float(max(max(polygon), -min(polygon)))  # noqa: PLW3301
+    except OverflowError:  # a whole number beyond any float
+        return math.inf
 
 
 def _fill(polygons: list[list[float]], height: int, width: int) -> Mask:
+    """The C code walks each edge step by step, and counts in 32 bits: only for polygons whose reach was checked."""
     from pycocotools import mask as coco
 
-    if not polygons:
-        raise DataError("no polygon of three corners")
-    reach = 2.0 * max(height, width)
-    for polygon in polygons:
-        if not all(type(value) in (int, float) for value in polygon):
-            raise DataError("a polygon holds something else than numbers")
-        # The C code walks each edge step by step, and counts in 32 bits.
-        if not all(-reach <= value <= reach for value in polygon):
-            raise DataError(f"a polygon reaches far outside the {width}x{height} image")
     runs: bytes = coco.merge(coco.frPyObjects(polygons, height, width))["counts"]
     return decode_counts(expand_counts(runs.decode()), height, width)
 
@@ -85,12 +131,20 @@ def _fill(polygons: list[list[float]], height: int, width: int) -> Mask:
 
 def decode_counts(counts: Any, height: int, width: int) -> Mask:
     """Raises DataError with the reason alone where the runs do not add up to the image."""
-    if not isinstance(counts, list) or not all(type(count) is int and count >= 0 for count in counts):
-        raise DataError("run lengths that are no list of whole numbers")
+    counts = _counts(counts)
     if sum(counts) != height * width:
         raise DataError(f"run lengths add up to {sum(counts)}; {width}x{height} pixels have {height * width}")
     values = np.arange(len(counts), dtype=np.uint8) & 1
     return np.ascontiguousarray(np.repeat(values, counts).reshape((height, width), order="F"))
+
+
+def _counts(counts: Any) -> list[int]:
+    """Compressed or not. Raises DataError for what are no run lengths, or those of no image."""
+    if isinstance(counts, str):
+        counts = expand_counts(counts)
+    if not isinstance(counts, list) or not all(type(count) is int and 0 <= count < _HUGE for count in counts):
+        raise DataError("run lengths that are no list of whole numbers")
+    return counts
 
 
 def encode_counts(mask: Mask) -> list[int]:

@@ -24,6 +24,7 @@ import obstore
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import MemoryStore, ObjectStore, S3Store
 
+from drawbar.dataset.items import Note
 from drawbar.dataset.listing import join, object_sizes
 from drawbar.dataset.manifest import PARTS
 from drawbar.errors import DrawbarError, EnvironmentUnfit, InputError, RunFailed
@@ -37,8 +38,6 @@ _PARTS_IN_FLIGHT = 4  # bounds memory: a worker holds about this many parts of i
 _TRIES = 4
 _AGAIN = "finished shards are kept: give the same command again, and it goes on with what is missing"
 _T = TypeVar("_T")
-
-Note = Callable[[str], None]
 
 
 class Destination(Protocol):
@@ -81,18 +80,20 @@ class Destination(Protocol):
 
 @dataclass(frozen=True)
 class FolderDestination:
-    """Raises InputError where the folder cannot be made or written to."""
+    """Made with the first thing written, so that what is refused before leaves no empty folder.
+
+    Raises InputError at once where the folder could not be made or written to.
+    """
 
     folder: Path
     local_to_process = False
     transient_errors: tuple[type[Exception], ...] = ()
 
     def __post_init__(self) -> None:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise self.explain(error) from None
-        if not os.access(self.folder, os.W_OK | os.X_OK):
+        there = next(path for path in (self.folder, *self.folder.parents, Path("/")) if os.path.lexists(path))
+        if not there.is_dir():
+            raise self.explain(NotADirectoryError(errno.ENOTDIR, f"{os.strerror(errno.ENOTDIR)}: {there}"))
+        if not os.access(there, os.W_OK | os.X_OK):
             raise InputError(f"cannot write to {self.folder}: permission denied")
 
     @property
@@ -129,7 +130,7 @@ class FolderDestination:
         """Not synced to disk: like `tar` and `cp`. After a power failure the sizes tell what was lost."""
         path = self.folder / name
         temporary = self.folder / PARTS / f"{path.name}.{secrets.token_hex(4)}.tmp"
-        (self.folder / PARTS).mkdir(exist_ok=True)
+        (self.folder / PARTS).mkdir(parents=True, exist_ok=True)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             try:

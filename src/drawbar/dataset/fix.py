@@ -40,9 +40,9 @@ def _decode_jpeg(data: bytes, reason: str, max_pixels: int) -> Any:
 
     header = jpeg.parse_header(data)
     jpeg.check_size(header.width, header.height, max_pixels)
-    jpeg.check_end(data, header)
     if header.bits != 8 or header.components not in (1, 3, 4):
         raise DataError(reason)
+    jpeg.check_content(data, header)
     try:
         if header.components == 4:
             return cmyk_to_rgb(simplejpeg.decode_jpeg(data, "CMYK"), inverted=header.adobe_transform is not None)
@@ -72,7 +72,7 @@ def _decode_other(data: bytes, reason: str, max_pixels: int) -> Any:
     if size is None:
         raise DataError(reason)
     jpeg.check_size(*size, max_pixels)
-    if kind == "PNG" and b"IEND" not in data[-64:]:
+    if kind == "PNG" and not _has_end(data):
         raise DataError(f"{reason}; truncated")
     level = cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)  # the manifest says it instead
     # Rotation by Exif is left alone here as it is in JPEG files.
@@ -81,6 +81,17 @@ def _decode_other(data: bytes, reason: str, max_pixels: int) -> Any:
     if pixels is None or pixels.shape[:2] != (size[1], size[0]):
         raise DataError(f"{reason}; cannot be decoded")
     return np.ascontiguousarray(pixels[:, :, ::-1])
+
+
+def _has_end(png: bytes) -> bool:
+    """Whether the file goes on to its last chunk; what may follow that is of no matter. OpenCV fills up what lacks."""
+    position = len(jpeg.PNG)
+    while position + 12 <= len(png):
+        end = position + 12 + int.from_bytes(png[position : position + 4], "big")
+        if png[position + 4 : position + 8] == b"IEND":
+            return end <= len(png)
+        position = end
+    return False
 
 
 def _size_of(kind: str, data: bytes) -> tuple[int, int] | None:

@@ -15,15 +15,28 @@ from pathlib import Path
 
 from drawbar.dataset.archive import Member, TarReader, looks_like_tar
 from drawbar.dataset.boxes import Boxes, read_boxes
-from drawbar.dataset.folder import scan
+from drawbar.dataset.folder import (
+    Ignored,
+    check_whole,
+    images_of_class,
+    is_folder,
+    kind_of,
+    listed_file,
+    note_empty,
+    note_ignored,
+    refuse_url,
+    scan,
+)
 from drawbar.dataset.imagenet_labels import (
+    NUM_CLASSES,
     SYNSET,
     ImageNetFiles,
     labels_of_folders,
     labels_of_images,
     texts_of_classes,
 )
-from drawbar.dataset.labelled import LabelledItem, LabelledSource, is_image
+from drawbar.dataset.items import Note, no_note, plural
+from drawbar.dataset.labelled import LabelledItem, LabelledSource, is_image, is_image_outside
 from drawbar.errors import DataError, InputError
 
 __all__ = ["ImageNetFiles", "scan_imagenet"]
@@ -37,11 +50,16 @@ _LAYOUT_HINT = (
 Listed = Callable[[str, int], None]
 
 
-def scan_imagenet(source: Path, files: ImageNetFiles, listed: Listed = lambda stage, count: None) -> LabelledSource:
-    """Lists `source` in whichever layout it has. `listed` is told of a stage and how many it has found so far.
+def scan_imagenet(
+    source: Path, files: ImageNetFiles, listed: Listed = lambda stage, count: None, note: Note = no_note
+) -> LabelledSource:
+    """Lists `source` in whichever layout it has. `listed` is told of a stage and how many it has found so far; `note`
+    of what lies there and is ignored, of classes that are not there, and of boxes that belong to no image.
 
-    Raises InputError for no known layout, a damaged archive, and labels that are missing, ambiguous or wrong.
+    Raises InputError for no known layout, a damaged archive, an unfinished synthetic set, and labels that are missing,
+    ambiguous or wrong.
     """
+    refuse_url(source)
     layout = _Layout(source)
     items: list[LabelledItem] = []
     for item in layout.items():
@@ -49,7 +67,9 @@ def scan_imagenet(source: Path, files: ImageNetFiles, listed: Listed = lambda st
         if len(items) % _REPORT_EVERY == 0:
             listed("list", len(items))
     if not items:
-        raise InputError(f"no images in {source}", hint=_LAYOUT_HINT)
+        text = layout.ignored.text()
+        raise InputError(f"no images in {source}" + f"; {text}" * bool(text), hint=_LAYOUT_HINT)
+    check_whole(source, len(items))
     items.sort(key=attrgetter("path"))
     for item, later in pairwise(items):
         if item.path == later.path:
@@ -65,10 +85,20 @@ def scan_imagenet(source: Path, files: ImageNetFiles, listed: Listed = lambda st
     boxes = read_boxes(files.boxes, lambda count: listed("read boxes", count)) if files.boxes else Boxes()
     for index, item in enumerate(items):  # in place, as a second list of a million would not be small
         synset = synsets[index] if flat else layout.synsets[item.label]
-        stem = os.path.splitext(item.path.rpartition("/")[2])[0]
-        found = boxes.of_image.get(stem, b"")
+        found = boxes.take(synset, item.path)
         items[index] = LabelledItem(item.path, item.size_bytes, label_of[synset], found, item.archive, item.offset)
-    notes = boxes.notes() | {"images_with_boxes": sum(1 for item in items if item.boxes)} if files.boxes else {}
+    notes = layout.ignored.notes()
+    if files.boxes:
+        with_boxes = sum(1 for item in items if item.boxes)
+        notes |= boxes.notes() | {"images_with_boxes": with_boxes}
+        _note_boxes(files.boxes, len(boxes.of_image), with_boxes, note)
+    note_ignored(layout.ignored, note)
+    if files.synsets is None and len(labels) != NUM_CLASSES:
+        note(
+            f"{plural(len(labels), 'class', 'classes')}, where ILSVRC2012 has {NUM_CLASSES}: labels count those that "
+            "are there (--synsets FILE with a line per class numbers all)"
+        )
+    note_empty(labels, (item.label for item in items), note)
     return LabelledSource(
         root=str(source),
         labels=labels,
@@ -79,12 +109,23 @@ def scan_imagenet(source: Path, files: ImageNetFiles, listed: Listed = lambda st
     )
 
 
+def _note_boxes(path: Path, named: int, found: int, note: Note) -> None:
+    """Boxes of another split, or with names of their own, would be left out without a word."""
+    if 2 * found < named:
+        where = "none is" if not found else f"only {plural(found, 'is', 'are')}"
+        note(
+            f"{path} has boxes for {plural(named, 'image')}, of which {where} in this set: boxes go by the image's "
+            "file name without folder and suffix"
+        )
+
+
 class _Layout:
     """What is where. Its items have for a label the number of their synset here, as the classes are not known yet."""
 
     def __init__(self, source: Path) -> None:
         self.archives: list[str] = []
         self.synsets: list[str] = []
+        self.ignored = Ignored()
         self._source = source
 
     def items(self) -> Iterator[LabelledItem]:
@@ -92,21 +133,24 @@ class _Layout:
         if not source.is_dir():
             yield from self._of_tar(source)
             return
-        entries = [entry for entry in scan(source) if not entry.name.startswith(".")]
-        synsets = sorted(entry.name for entry in entries if entry.is_dir() and SYNSET.fullmatch(entry.name))
-        tars = sorted(entry.name for entry in entries if _synset_of_tar(entry.name))
-        flat = [entry for entry in entries if is_image(entry.name) and entry.is_file()]
+        entries = {entry.name: entry for entry in scan(source) if not entry.name.startswith(".")}
+        kinds = {name: kind_of(entry) for name, entry in entries.items()}
+        synsets = sorted(name for name, entry in entries.items() if SYNSET.fullmatch(name) and is_folder(entry))
+        tars = sorted(name for name, kind in kinds.items() if kind == "file" and _synset_of_tar(name))
+        images = (listed_file(entry, name, _FLAT) for name, entry in entries.items() if is_image_outside(name))
+        flat = [item for item in images if item]
+        for name in kinds.keys() - {*synsets, *tars, *(item.path for item in flat)}:
+            if kinds[name] == "folder":
+                self.ignored.add("other_folders", name)
+            elif is_image(name):
+                self.ignored.add("loose_files" if kinds[name] == "file" else "not_readable", name)
         for synset in synsets:
-            label = self._label(synset)
-            for entry in scan(source / synset):
-                if is_image(entry.name) and entry.is_file():
-                    yield LabelledItem(f"{synset}/{entry.name}", entry.stat().st_size, label)
+            yield from images_of_class(source, synset, self._label(synset), self.ignored)
         for name in tars:
             yield from self._of_tar(source / name, _synset_of_tar(name))
-        for entry in flat:
-            yield LabelledItem(entry.name, entry.stat().st_size, _FLAT)
+        yield from flat
         if not (synsets or tars or flat):
-            there = ", ".join(sorted(entry.name for entry in entries)[:3]) or "nothing"
+            there = ", ".join(sorted(entries)[:3]) or "nothing"
             raise InputError(f"{source} is no layout of ImageNet: it holds {there}", hint=_LAYOUT_HINT)
 
     def _label(self, synset: str) -> int:
@@ -117,7 +161,7 @@ class _Layout:
     def _of_tar(self, path: Path, synset: str = "") -> Iterator[LabelledItem]:
         """Images of class `synset` (empty: flat, or in class folders), and those in inner tars."""
         try:
-            descriptor = os.open(path, os.O_RDONLY)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would be waited for, to no end
         except OSError as error:
             raise InputError(f"cannot read the source {path}: {error.strerror}", hint=_LAYOUT_HINT) from None
         try:
@@ -154,9 +198,15 @@ class _Layout:
 
     def _image(self, member: Member, synset: str) -> Iterator[LabelledItem]:
         name = member.name.rpartition("/")[2]
-        if is_image(name):
+        if is_image(name) if synset else is_image_outside(name):
+            if member.symlink:
+                raise DataError(
+                    f"{member.name} is a symbolic link to {member.symlink}; tar --dereference makes a file of it"
+                )
             path, label = (f"{synset}/{name}", self._label(synset)) if synset else (name, _FLAT)
             yield LabelledItem(path, member.size_bytes, label, b"", len(self.archives) - 1, member.offset)
+        elif is_image(name):
+            self.ignored.add("loose_files", member.name)
 
 
 def _synset_of_tar(name: str) -> str:

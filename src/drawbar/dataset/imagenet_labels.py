@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drawbar.dataset.folder import numbered_lines, read_names
+from drawbar.dataset.items import plural
 from drawbar.errors import InputError
 
 NUM_CLASSES = 1000
-SYNSET = re.compile(r"n\d{8}")
+SYNSET = re.compile(r"n[0-9]{8}")
+_NUMBER = re.compile(r"[0-9]{1,9}")  # isdigit() takes "²" too, which int() does not
 
 _IDS_HINT = (
     "the devkit's ids are not in sorted synset order: --class-ids FILE gives lines of `ID SYNSET`. Make it with "
@@ -32,9 +34,10 @@ class ImageNetFiles:
     labels: Path | None = None
     """For flat images: a synset or devkit id per line, in order of the sorted image names; or `IMAGE LABEL` lines."""
     class_ids: Path | None = None
-    """Lines of `ID SYNSET`; needed for a list of ids."""
+    """Lines of `ID SYNSET`, in any order; needed for a list of ids."""
     synsets: Path | None = None
-    """The classes, a line each, perhaps with a text: `n01440764 tench, Tinca tinca`. Any order; labels go by sorted."""
+    """The classes, a line each, perhaps with a text: `n01440764 tench, Tinca tinca`. Any order; labels go by sorted.
+    For flat images needed unless `labels` or `class_ids` name 1,000."""
     words: Path | None = None
     """Texts only, in lines as of `synsets`; may name more than the set has."""
     boxes: Path | None = None
@@ -63,14 +66,14 @@ def labels_of_images(source: Path, names: Sequence[str], files: ImageNetFiles) -
         )
     values = _listed_labels(files.labels, names)
     ids = _class_ids(files.class_ids) if files.class_ids else None
-    numbers = [value for value in values if value.isdigit()]
+    numbers = [value for value in values if _NUMBER.fullmatch(value)]
     if numbers and ids is None:
         raise InputError(
             f"{files.labels} holds numbers, such as {numbers[0]}: nothing says what they mean", hint=_IDS_HINT
         )
     synset_of = []
     for name, value in zip(names, values, strict=True):
-        if value.isdigit() and ids is not None:
+        if _NUMBER.fullmatch(value) and ids is not None:
             if int(value) not in ids:
                 raise InputError(
                     f"{files.labels}: {name} has the id {value}, which {files.class_ids} does not have", hint=_IDS_HINT
@@ -82,17 +85,29 @@ def labels_of_images(source: Path, names: Sequence[str], files: ImageNetFiles) -
             raise InputError(f"{files.labels}: {name} has the label {value!r}; expected a synset or a number")
     if files.synsets is not None:
         labels = _synset_list(files.synsets)
-    elif ids is not None:
-        labels = sorted(ids.values())
     else:
-        raise InputError(
-            f"which classes there are is not known: {files.labels} may not name all, and labels are numbered by all",
-            hint="--synsets FILE with a line per class",
-        )
+        labels = _all_synsets(files, synset_of, ids)
     unknown = sorted(set(synset_of) - set(labels))
     if unknown:
-        raise InputError(f"{files.labels} has the class {unknown[0]}, which is not among the {len(labels)} known ones")
+        raise InputError(
+            f"{files.labels} has the class {unknown[0]}, which is not among the {plural(len(labels), 'known one')}"
+        )
     return labels, synset_of
+
+
+def _all_synsets(files: ImageNetFiles, of_images: Sequence[str], ids: dict[int, str] | None) -> list[str]:
+    """Sorted, by a file that names as many as ILSVRC2012 has; of fewer, numbers of their own would be wrong ones."""
+    by_file = {files.class_ids: set(ids.values())} if ids else {}
+    by_file[files.labels] = set(of_images)
+    for synsets in by_file.values():
+        if len(synsets) == NUM_CLASSES:
+            return sorted(synsets)
+    path, synsets = next(iter(by_file.items()))
+    raise InputError(
+        f"which classes there are is not known: {path} names {plural(len(synsets), 'synset')}, ILSVRC2012 has "
+        f"{NUM_CLASSES}, and labels are numbered by all",
+        hint="--synsets FILE with a line per class",
+    )
 
 
 def _listed_labels(path: Path, names: Sequence[str]) -> list[str]:
@@ -105,7 +120,7 @@ def _listed_labels(path: Path, names: Sequence[str]) -> list[str]:
         del rows[0]
     if all(len(row) == 1 for row in rows):
         if len(rows) != len(names):
-            raise InputError(f"{path} has {len(rows)} labels for {len(names)} images")
+            raise InputError(f"{path} has {plural(len(rows), 'label')} for {plural(len(names), 'image')}")
         return [row[0] for row in rows]
     values: dict[str, str] = {}
     for row in rows:
@@ -128,18 +143,20 @@ def _class_ids(path: Path) -> dict[int, str]:
     ids: dict[int, str] = {}
     for number, line in numbered_lines(path):
         words = re.split(r"[,\s]+", line)
-        if len(words) < 2 or not words[0].isdigit() or not SYNSET.fullmatch(words[1]):
+        if len(words) < 2 or not _NUMBER.fullmatch(words[0]) or not SYNSET.fullmatch(words[1]):
             raise InputError(f"{path}:{number}: {line[:60]!r} is not `ID SYNSET`", hint=_IDS_HINT)
         if int(words[0]) in ids or words[1] in ids.values():
             raise InputError(f"{path}:{number}: {words[0]} or {words[1]} is there twice", hint=_IDS_HINT)
         ids[int(words[0])] = words[1]
     if sorted(ids) != list(range(1, len(ids) + 1)) or len(ids) > NUM_CLASSES:
         raise InputError(
-            f"{path} has {len(ids)} ids up to {max(ids, default=0)}; expected 1 to {NUM_CLASSES} without gaps, "
-            "the classes without children only",
+            f"{path} has {plural(len(ids), 'id')} up to {max(ids, default=0)}; expected 1 to {NUM_CLASSES} without "
+            "gaps, the classes without children only",
             hint=_IDS_HINT,
         )
-    if len(ids) == NUM_CLASSES and list(ids.values()) == sorted(ids.values()) and list(ids) == sorted(ids):
+    # The devkit's first two are not in sorted order either, so this holds for any part of it from 1 on.
+    in_order = [ids[number] for number in sorted(ids)]
+    if len(ids) > 1 and in_order == sorted(in_order):
         raise InputError(
             f"{path} numbers the synsets in sorted order, which the devkit does not: its 1 is n02119789", hint=_IDS_HINT
         )

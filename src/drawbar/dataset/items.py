@@ -8,12 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from drawbar.dataset.jpeg import JpegHeader
+from drawbar.dataset.manifest import BadFile
 
 Progress = Callable[[str, int, int], None]
 """Stage, images done, images in all (0: not known yet). Called from the caller's own thread."""
+Note = Callable[[str], None]
+"""Told, in a line each, what a person should know though packing goes on."""
+
+
+def no_note(text: str) -> None:
+    pass
+
+
+def plural(count: int, noun: str, nouns: str = "") -> str:
+    """`1 shard`, `2 shards`; `nouns` is for a noun that takes more than an s."""
+    return f"{count} {noun if count == 1 else nouns or noun + 's'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +74,14 @@ class Source(Protocol):
 
     def notes(self) -> Mapping[str, Any]:
         """What else the manifest says of the source, as JSON: boxes dropped, the map of categories. After `items`."""
+
+
+@runtime_checkable
+class Lossy(Protocol):
+    """A source that finds, when it is listed, things that are named but cannot be in the set."""
+
+    def bad_files(self) -> Sequence[BadFile]:
+        """Images that are not among the items, for the manifest's list."""
+
+    def loss(self) -> str:
+        """One line on all that is left out for what listing found; empty for nothing."""

@@ -1,10 +1,12 @@
 """JPEG by content: what a file's header says, without decoding it and whatever its name is.
 
-Walks the marker segments up to the frame header (ITU-T T.81, annex B). Decoding belongs to `input`, mending to `fix`.
+Walks the marker segments up to the frame header, or to the first scan (ITU-T T.81, annex B). Decoding belongs to
+`input`, mending to `fix`.
 """
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,12 +19,16 @@ PNG = b"\x89PNG\r\n\x1a\n"
 _FRAME_MARKERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0..15 without DHT, JPG, DAC
 _DECODABLE = (0, 1, 2)  # SOFN: baseline, extended sequential, progressive
 _BARE_MARKERS = frozenset((0x01, *range(0xD0, 0xD8)))  # TEM, RST0..7: no length follows
+_SEGMENT_MARKERS = frozenset((*range(0xC0, 0xD0), *range(0xDA, 0xFF)))  # of those in use, that a length follows
+_SEGMENT = struct.Struct(">BBH")
 _OTHER_MAGIC = {PNG[:4]: "PNG", b"GIF8": "GIF", b"RIFF": "WebP", b"BM": "BMP", b"II*\0": "TIFF", b"MM\0*": "TIFF"}
 _EXIF = b"Exif\0\0"
 _ORIENTATION = 0x0112
 
 MAX_PIXELS = 1 << 26
 """An image of more is called absurd before anything is decoded: 201 MB as RGB."""
+MAX_FILE_BYTES = 128 * 1024 * 1024
+"""A file of more is called absurd before it is read: 16 bits for each pixel of the largest image."""
 
 
 class HeaderCut(DataError):
@@ -50,6 +56,8 @@ class JpegHeader:
     """Of a sample."""
     orientation: int = 1
     """Of Exif, 1..8; 1 is upright. Training ignores it, as TensorFlow's converters do."""
+    tables: int = 0
+    """A bit for each quantisation table that is defined before the frame header."""
 
     @property
     def pixels(self) -> int:
@@ -68,21 +76,16 @@ def parse_header(data: bytes) -> JpegHeader:
     position = 2
     adobe: int | None = None
     orientation = 1
+    tables = 0
     while True:
-        marker, position = _next_marker(data, position)
-        if marker in _BARE_MARKERS:
-            continue
+        marker, position, end = _next_segment(data, position)
         if marker in (0xD9, 0xDA):
             raise DataError("JPEG without a frame header before its image data")
-        size = int.from_bytes(data[position : position + 2], "big")
-        end = position + size
-        if end > len(data) or position + 2 > len(data):
-            raise HeaderCut("truncated JPEG header")
-        if size < 2:
-            raise DataError(f"damaged JPEG header: segment of {size} bytes")
         if marker in _FRAME_MARKERS:
-            return _frame(marker, data[position + 2 : end], adobe, orientation, position - 2)
-        if marker == 0xEE and data[position + 2 : position + 7] == b"Adobe" and size >= 14:
+            return _frame(marker, data[position + 2 : end], adobe, orientation, position - 2, tables)
+        if marker == 0xDB:
+            tables |= _tables(data, position + 2, end)
+        elif marker == 0xEE and data[position + 2 : position + 7] == b"Adobe" and end >= position + 14:
             adobe = data[position + 13]
         elif marker == 0xE1 and data.startswith(_EXIF, position + 2):
             orientation = _exif_orientation(data[position + 8 : end])
@@ -90,7 +93,8 @@ def parse_header(data: bytes) -> JpegHeader:
 
 
 def check_trainable(data: bytes, max_pixels: int = MAX_PIXELS) -> JpegHeader:
-    """The header of a whole file that every decoder turns into RGB: grey or colour, 8 bits, not cut off.
+    """The header of a whole file that every decoder turns into RGB: grey or colour, 8 bits, not cut off, with the
+    tables and as many bytes as its pixels need at least. Whether these bytes are right only decoding tells.
 
     Raises DataError with the reason alone.
     """
@@ -105,7 +109,7 @@ def check_trainable(data: bytes, max_pixels: int = MAX_PIXELS) -> JpegHeader:
         raise DataError(f"{kind} JPEG (4 components)")
     if header.components not in (1, 3):
         raise DataError(f"JPEG with {header.components} components")
-    check_end(data, header)
+    check_content(data, header)
     return header
 
 
@@ -117,12 +121,108 @@ def check_size(width: int, height: int, max_pixels: int) -> None:
         raise DataError(f"absurd size: {width}x{height} pixels, more than {max_pixels}")
 
 
-def check_end(data: bytes, header: JpegHeader) -> None:
-    """Raises DataError where the file is cut off."""
+def check_file_size(size_bytes: int) -> None:
+    """Raises DataError for a file that is larger than any image within the limits."""
+    if size_bytes > MAX_FILE_BYTES:
+        raise DataError(f"absurd size: {size_bytes} bytes, more than {MAX_FILE_BYTES}")
+
+
+def check_content(data: bytes, header: JpegHeader) -> None:
+    """Raises DataError where no decoder takes what comes with the header, or the file is cut off."""
+    for across, down in header.sampling:
+        if not (1 <= across <= 4 and 1 <= down <= 4):
+            raise DataError(f"damaged JPEG frame header: sampling factors {across}x{down}")
+    start = _first_scan(data, header)
     # Within image data every FF is stuffed, so EOI cannot occur by chance. Searched from the end, as files with
     # bytes behind it are common and harmless.
-    if data.rfind(EOI, header.frame_offset) < 0:
+    end = data.rfind(EOI, start)
+    if end < 0:
         raise DataError("truncated JPEG: no end-of-image marker")
+    if (end - start) * 8 < _least_bits(header):
+        raise DataError(f"truncated JPEG: {end - start} bytes for {header.width}x{header.height} pixels")
+
+
+def _first_scan(data: bytes, header: JpegHeader) -> int:
+    """Where the entropy-coded bytes of the first scan begin.
+
+    Raises DataError where there is none, or a component in it has no quantisation table by then; other components may
+    get theirs between scans.
+    """
+    tables = header.tables
+    frame = header.frame_offset + 10  # of three bytes a component: id, sampling, table
+    position = header.frame_offset + 2
+    position += int.from_bytes(data[position : position + 2], "big")
+    while True:
+        marker, position, end = _next_segment(data, position)
+        if marker == 0xD9:
+            raise DataError("JPEG without image data")
+        if marker == 0xDB:
+            tables |= _tables(data, position + 2, end)
+        elif marker == 0xDA:
+            break
+        elif marker in _FRAME_MARKERS:
+            raise DataError("JPEG with two frame headers")
+        position = end
+    count = data[position + 2] if end > position + 2 else 0
+    if not 1 <= count <= header.components or end < position + 6 + 2 * count:
+        raise DataError("damaged JPEG scan header")
+    ids = data[frame : frame + 3 * header.components : 3]
+    for component in data[position + 3 : position + 3 + 2 * count : 2]:
+        number = ids.find(component)
+        if number < 0:
+            raise DataError(f"damaged JPEG scan header: no component {component}")
+        table = data[frame + 3 * number + 2]
+        if table > 3 or not tables >> table & 1:
+            raise DataError(f"JPEG without its quantisation table {table}")
+    return end
+
+
+def _tables(data: bytes, position: int, end: int) -> int:
+    """A bit for each quantisation table that a segment defines."""
+    tables = 0
+    while position < end:
+        tables |= 1 << (data[position] & 15)
+        position += 129 if data[position] >> 4 else 65
+    return tables
+
+
+def _least_bits(header: JpegHeader) -> int:
+    """What image data of this size takes at least.
+
+    A block of 8 x 8 samples has a code for its DC value and one for the end of the others, of a bit at least each; in
+    progressive files the others may end for many blocks together.
+    """
+    across, down = header.sampling[0]
+    for h, v in header.sampling:
+        across, down = max(across, h), max(down, v)
+    blocks = 0
+    for h, v in header.sampling:
+        blocks += (-header.width * h // (8 * across)) * (-header.height * v // (8 * down))  # both rounded up, negative
+    return blocks if header.progressive else 2 * blocks
+
+
+def _next_segment(data: bytes, position: int) -> tuple[int, int, int]:
+    """The marker at `position`, and where its segment begins and ends; both the same for EOI, which has none.
+
+    Raises DataError where there is no marker, HeaderCut where the bytes end before the segment does.
+    """
+    if position + 4 <= len(data):  # the usual case, as this runs a dozen times for each image
+        fill, marker, size = _SEGMENT.unpack_from(data, position)
+        begin, end = position + 2, position + 2 + size
+        if fill == 0xFF and marker in _SEGMENT_MARKERS and size >= 2 and end <= len(data):
+            return marker, begin, end
+    marker, begin = _next_marker(data, position)
+    while marker in _BARE_MARKERS:
+        marker, begin = _next_marker(data, begin)
+    if marker == 0xD9:
+        return marker, begin, begin
+    size = int.from_bytes(data[begin : begin + 2], "big")
+    end = begin + size
+    if end > len(data) or begin + 2 > len(data):
+        raise HeaderCut("truncated JPEG header")
+    if size < 2:
+        raise DataError(f"damaged JPEG header: segment of {size} bytes")
+    return marker, begin, end
 
 
 def _next_marker(data: bytes, position: int) -> tuple[int, int]:
@@ -136,7 +236,7 @@ def _next_marker(data: bytes, position: int) -> tuple[int, int]:
     return data[position], position + 1
 
 
-def _frame(marker: int, body: bytes, adobe: int | None, orientation: int, offset: int) -> JpegHeader:
+def _frame(marker: int, body: bytes, adobe: int | None, orientation: int, offset: int, tables: int) -> JpegHeader:
     if len(body) < 6 or len(body) < 6 + 3 * body[5]:
         raise DataError("damaged JPEG frame header")
     components = body[5]
@@ -152,6 +252,7 @@ def _frame(marker: int, body: bytes, adobe: int | None, orientation: int, offset
         process=marker - 0xC0,
         bits=body[0],
         orientation=orientation,
+        tables=tables,
     )
 
 

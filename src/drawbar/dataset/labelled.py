@@ -14,10 +14,35 @@ from typing import Any
 
 from drawbar.dataset.example import encode_example
 from drawbar.dataset.items import CheckedImage, Item
-from drawbar.errors import InputError
+from drawbar.errors import DataError, InputError
 
-IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp", ".gif", ".bmp")
-"""Any case. They say which files are meant as images, never what is in them."""
+IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+"""Any case. Of files that lie in no class folder: they say which are meant as images, never what is in them."""
+OTHER_SUFFIXES = (
+    ".csv",
+    ".db",
+    ".htm",
+    ".html",
+    ".ini",
+    ".json",
+    ".log",
+    ".mat",
+    ".md",
+    ".txt",
+    ".xml",
+    ".yaml",
+    ".yml",
+)
+"""Any case. Of files that come with a set and are no images of it; everything else in a class folder is one, if a bad
+one."""
+
+DANGLING_LINK, LINK_LOOP, NO_REGULAR_FILE = -2, -3, -4
+UNREADABLE = {
+    DANGLING_LINK: "dangling link",
+    LINK_LOOP: "link in a circle",
+    NO_REGULAR_FILE: "no regular file",
+}
+"""Why there are no bytes where an image should be, by what its item has for an archive: it is a bad one, not none."""
 
 _MAX_OPEN = 64
 _NO_FLOATS = array("f")
@@ -32,7 +57,7 @@ class LabelledItem(Item):
     boxes: bytes = b""
     """xmin, ymin, xmax, ymax of each, relative to the image, as native 4-byte floats: a set has a million of these."""
     archive: int = -1
-    """Which of the source's archives it is in; -1: a file of its own."""
+    """Which of the source's archives it is in; -1: a file of its own; a key of `UNREADABLE`: no file."""
     offset: int = 0
     """In the archive, in bytes."""
 
@@ -89,6 +114,8 @@ class LabelledSource:
 
     def read(self, item: Item) -> bytes:
         assert isinstance(item, LabelledItem)  # noqa: S101  our bug only
+        if item.archive in UNREADABLE:
+            raise DataError(UNREADABLE[item.archive])
         size = item.size_bytes
         try:
             if item.archive >= 0:
@@ -142,7 +169,13 @@ class LabelledSource:
 
 
 def is_image(name: str) -> bool:
-    return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
+    """Of a file in a class folder."""
+    return not name.startswith(".") and not name.lower().endswith(OTHER_SUFFIXES)
+
+
+def is_image_outside(name: str) -> bool:
+    """Of a file that lies in no class folder, where a README may lie too."""
+    return not name.startswith(".") and name.lower().endswith(IMAGE_SUFFIXES)
 
 
 def _read_file(path: str, size: int) -> bytes:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -77,10 +78,16 @@ def _read_marker(marker: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Under its name only when whole; the temporary name is the same each time, so a left one is overwritten."""
+    """Under its name only when whole. The temporary name is the same each time, so one that a killed process left is
+    overwritten; where writing fails nothing is left."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(data)
-    temporary.replace(path)
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def in_chunks(

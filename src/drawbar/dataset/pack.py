@@ -21,8 +21,9 @@ from obstore.exceptions import BaseError as StoreError
 
 from drawbar import __version__
 from drawbar.dataset import parts
-from drawbar.dataset.destination import Destination, FolderDestination, Note, StoreDestination
-from drawbar.dataset.items import Item, Progress, Source
+from drawbar.dataset.destination import Destination, FolderDestination, StoreDestination
+from drawbar.dataset.folder import ignored_text
+from drawbar.dataset.items import Item, Lossy, Note, Progress, Source, no_note, plural
 from drawbar.dataset.manifest import MANIFEST_NAME, Manifest
 from drawbar.dataset.pack_workers import num_workers, pack_here, pack_in_processes
 from drawbar.dataset.parts import PackedShard
@@ -32,7 +33,7 @@ from drawbar.world import Launched
 
 __all__ = ["Destination", "FolderDestination", "PackSettings", "StoreDestination", "pack", "pack_share", "shard_name"]
 
-FORMAT = 2
+FORMAT = 3
 """Goes up when the same source and settings would give other bytes, so that no set is made of both."""
 
 _WAIT_S = 600.0
@@ -46,10 +47,6 @@ def _no_progress(stage: str, done: int, total: int) -> None:
     pass
 
 
-def _no_note(text: str) -> None:
-    pass
-
-
 def pack(
     source: Source,
     dest: Destination,
@@ -58,7 +55,7 @@ def pack(
     workers: int = 0,
     overwrite: bool = False,
     progress: Progress = _no_progress,
-    note: Note = _no_note,
+    note: Note = no_note,
 ) -> Manifest:
     """Packs all of it; see `pack_share`."""
     manifest = pack_share(
@@ -77,7 +74,7 @@ def pack_share(
     workers: int = 0,
     overwrite: bool = False,
     progress: Progress = _no_progress,
-    note: Note = _no_note,
+    note: Note = no_note,
     wait_s: float = _WAIT_S,
 ) -> Manifest | None:
     """One rank's part: every `size`-th shard from its own on. Rank 0 then waits for the others and writes the manifest.
@@ -92,6 +89,8 @@ def pack_share(
     """
     _check(settings, workers, launched, overwrite)
     items = source.items()
+    if isinstance(source, Lossy) and launched.rank == 0 and (loss := source.loss()):
+        note(loss)
     names = [shard_name(settings, index) for index in range(settings.num_shards)]
     set_sha256 = _set_sha256(source, settings)
     job = PackJob(source, dest, settings, set_sha256)
@@ -100,9 +99,11 @@ def pack_share(
         if existing is not None:
             return _kept(job, existing, launched, note)
         if len(items) < settings.num_shards:
+            ignored = ignored_text(source.notes())
             raise InputError(
-                f"{settings.num_shards} shards for {len(items)} images; expected at most one shard per image",
-                hint="ask for fewer --shards",
+                f"{plural(settings.num_shards, 'shard')} for {plural(len(items), 'image')}; expected at most one shard "
+                "per image",
+                hint="ask for fewer --shards" + f", or see what was not taken for an image: {ignored}" * bool(ignored),
             )
         mine = names[launched.rank :: launched.size]
         if not mine:
@@ -193,7 +194,9 @@ def _existing(job: PackJob, overwrite: bool) -> Manifest | None:
     if overwrite:
         return None
     if manifest.source_sha256 != job.set_sha256:
-        there = f"{manifest.num_records} records in {len(manifest.shards)} shards, seed {manifest.seed}"
+        there = (
+            f"{plural(manifest.num_records, 'record')} in {plural(len(manifest.shards), 'shard')}, seed {manifest.seed}"
+        )
         raise InputError(f"{dest.shown} holds another set: {there}", hint=_OCCUPIED)
     broken = [shard.name for shard in manifest.shards if sizes.get(shard.name) != shard.size_bytes]
     if broken:
@@ -209,17 +212,20 @@ def _kept(job: PackJob, manifest: Manifest, launched: Launched, note: Note) -> M
     bad = [item for item in manifest.bad if item.action != "kept"]
     if bad and manifest.on_bad != job.settings.on_bad:
         raise InputError(
-            f"{job.dest.shown} holds this set packed with --on-bad {manifest.on_bad}, {len(bad)} files were bad: "
-            f"{bad[0].path}: {bad[0].reason}",
+            f"{job.dest.shown} holds this set packed with --on-bad {manifest.on_bad}, with "
+            f"{plural(len(bad), 'bad file')}: {bad[0].path}: {bad[0].reason}",
             hint=_OCCUPIED,
         )
     if launched.rank:
         return None
     parts.clear(job.dest)  # where the packer was killed between its last two steps
-    note(
-        f"{job.dest.shown} holds this set already, and it was kept: the source's paths and sizes are those it was made "
-        "of (contents were not compared; --overwrite packs anew)"
-    )
+    if "synthetic" in manifest.notes:
+        how = "it was made with the same settings (--overwrite makes it anew)"
+    else:
+        how = (
+            "the source's paths and sizes are those it was made of (contents were not compared; --overwrite packs anew)"
+        )
+    note(f"{job.dest.shown} holds this set already, and it was kept: {how}")
     return manifest
 
 
@@ -336,7 +342,7 @@ def _pack_all(
         # A worker that was killed leaves its temporary file. An upload that it leaves is found by the next packing:
         # where an endpoint was lost, looking for it now would only take long.
         if isinstance(job.dest, FolderDestination):
-            job.dest.drop_unfinished(shards, _no_note)
+            job.dest.drop_unfinished(shards, no_note)
         raise
 
 
@@ -353,7 +359,8 @@ def _all_shards(
             heard_t = time.monotonic()
         elif time.monotonic() - heard_t > wait_s:
             raise RunFailed(
-                f"{len(missing)} shards of other ranks did not come, {missing[0]} first: none for {wait_s:.0f} s",
+                f"{plural(len(missing), 'shard')} of other ranks did not come, {missing[0]} first: none for "
+                f"{wait_s:.0f} s",
                 hint="finished shards are kept: give the same command again, with any number of ranks",
             )
         else:
@@ -367,7 +374,8 @@ def _manifest(job: PackJob, packed: Sequence[PackedShard]) -> Manifest:
     counts: Counter[int] = Counter()
     for shard in packed:
         counts.update(shard.label_counts)
-    bad = sorted((item for shard in packed for item in shard.bad), key=lambda item: item.path)
+    listed = job.source.bad_files() if isinstance(job.source, Lossy) else []
+    bad = sorted([*listed, *(item for shard in packed for item in shard.bad)], key=lambda item: item.path)
     if not any(shard.entry.num_records for shard in packed):
         raise InputError(f"no image of the source is a trainable JPEG; {bad[0].path}: {bad[0].reason}")
     return Manifest(

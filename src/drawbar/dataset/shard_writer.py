@@ -13,7 +13,7 @@ import google_crc32c
 from drawbar.dataset.destination import Destination, pause_s
 from drawbar.dataset.fix import check_image, fix_image
 from drawbar.dataset.items import CheckedImage, Item, Source
-from drawbar.dataset.jpeg import MAX_PIXELS
+from drawbar.dataset.jpeg import MAX_PIXELS, check_file_size
 from drawbar.dataset.manifest import BadFile, RecordSchema, ShardEntry
 from drawbar.dataset.parts import PackedShard, part_name
 from drawbar.dataset.tfrecord import frame_ends
@@ -148,6 +148,7 @@ def _image(job: PackJob, item: Item, tally: _Tally) -> CheckedImage | None:
     max_pixels = job.settings.max_pixels
     data = b""
     try:
+        check_file_size(item.size_bytes)
         data = job.source.read(item)
         image = check_image(data, max_pixels)
     except DataError as error:

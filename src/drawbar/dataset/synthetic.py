@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from drawbar.dataset import picture
+from drawbar.dataset.folder import MARKER_NAME
 from drawbar.dataset.items import Item
 from drawbar.dataset.labelled import LabelledItem, LabelledSource
 from drawbar.dataset.making import Progress, check_least, claim, in_chunks, write_whole
 from drawbar.errors import EnvironmentUnfit, InputError
 
-MARKER_NAME = "drawbar-synthetic.json"
+__all__ = ["MARKER_NAME", "ImagenetLikeSet", "SyntheticSource", "SyntheticStats", "make_imagenet_like"]
+
 GENERATOR = 1
 """Goes up when the same settings would give other pictures."""
 

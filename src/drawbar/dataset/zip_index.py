@@ -12,16 +12,16 @@ import zipfile
 import zlib
 from array import array
 from bisect import bisect_left
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from drawbar.dataset import jpeg
 from drawbar.errors import DataError, InputError
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _LOCAL_MAGIC = b"PK\x03\x04"
 _ENCRYPTED = 0x1
-_MAX_FILE_BYTES = 1 << 30
-"""No image comes near it; a file that claims more is not unpacked."""
 
 
 class ZipIndex:
@@ -39,6 +39,9 @@ class ZipIndex:
             raise InputError(f"cannot read {path}: {error.strerror or error}") from None
         self.names = [info.filename for info in found]
         """Sorted."""
+        for name, following in pairwise(self.names):
+            if name == following:
+                raise InputError(f"{path} holds {name} twice", hint="unpack it, and keep the file that is meant")
         self._offsets = array("q", [info.header_offset for info in found])
         self._packed = array("q", [info.compress_size for info in found])
         self._sizes = array("q", [info.file_size for info in found])
@@ -64,8 +67,7 @@ class ZipIndex:
         row = self._row(name)
         if row < 0:
             raise DataError(f"missing in {self.path}")
-        if max(self._sizes[row], self._packed[row]) > _MAX_FILE_BYTES:
-            raise DataError(f"{self._sizes[row]} bytes in the zip archive; expected at most {_MAX_FILE_BYTES}")
+        jpeg.check_file_size(max(self._sizes[row], self._packed[row]))
         try:
             raw = self._raw(row)
         except OSError as error:
