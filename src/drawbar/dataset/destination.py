@@ -127,7 +127,7 @@ class FolderDestination:
                 (self.folder / PARTS).rmdir()
 
     def write(self, name: str, pieces: Iterator[Sequence[bytes]]) -> None:
-        """Not synced to disk: like `tar` and `cp`. After a power failure the sizes tell what was lost."""
+        """Not synced to disk: like `tar` and `cp`. After a power failure `holds` tells what was lost."""
         path = self.folder / name
         temporary = self.folder / PARTS / f"{path.name}.{secrets.token_hex(4)}.tmp"
         (self.folder / PARTS).mkdir(parents=True, exist_ok=True)
