@@ -5,6 +5,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from drawbar.storage import embedded, seaweed
 from tests.slurm import Slurm, missing_programs, running_slurm
@@ -34,6 +35,16 @@ def slurm() -> Iterator[Slurm]:
         (pytest.fail if os.geteuid() == 0 else pytest.skip)(reason)
     with running_slurm(num_nodes=2) as cluster:
         yield cluster
+
+
+settings.register_profile("repeatable", derandomize=True, database=None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Properties are tried on the same examples each time, so that a failure is the change's; on new ones in the long
+    tier."""
+    if "not long" in config.getoption("-m"):
+        settings.load_profile("repeatable")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -102,6 +102,7 @@ def test_an_image_without_objects_stays_whole() -> None:
         ((300, 640), (625, 1333)),
         ((800, 1000), (800, 1000)),
         ((500, 500), (800, 800)),
+        ((50, 1338), (50, 1333)),
     ],
 )
 def test_mask_rcnn_sizes_are_the_references(size: tuple[int, int], expected: tuple[int, int]) -> None:

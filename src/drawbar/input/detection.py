@@ -134,7 +134,7 @@ def mask_rcnn_size(height: int, width: int, short: int = SHORT_SIDE, long: int =
     """
     low, high = min(height, width), max(height, width)
     target = short if high / low * short <= long else round(long * low / high)
-    if low == target:
+    if low == target and high <= long:
         return height, width
     other = min(int(target * high / low), long)
     return (target, other) if height <= width else (other, target)
