@@ -106,15 +106,21 @@ def _run(recipe: Recipe, storage: Storage, run_dir: Path, journal: JournalWriter
     console.status("making the start cold" if recipe.cache.start == "cold" else "starting")
     storage = make_cold(recipe, storage, journal)
     write_witnesses(storage.store, "before", journal)
+    env = environment_of_ranks(recipe, storage, run_dir)
+    watch(Torchrun(run_dir, recipe.launch.ranks, env), recipe, run_dir, console)
+    write_witnesses(storage.store, "after", journal)
+
+
+def environment_of_ranks(recipe: Recipe, storage: Storage, folder: Path) -> dict[str, str]:
+    """Keys, addresses and the way to the index, which is written to `folder`: what no command line may show or hold."""
     env = rank_environment(recipe, os.environ, recipe.launch.ranks)
     if storage.credentials is not None:
         env = storage.credentials.added_to(env) | {EMBEDDED_ENDPOINTS: ",".join(storage.endpoints)}
     if storage.index is not None:
-        path = (run_dir / INDEX_NAME).resolve()
+        path = (folder / INDEX_NAME).resolve()
         path.write_text(storage.index.dumps())
         env[INDEX_VARIABLE] = str(path)
-    watch(Torchrun(run_dir, recipe.launch.ranks, env), recipe, run_dir, console)
-    write_witnesses(storage.store, "after", journal)
+    return env
 
 
 def _data_set(listing: Listing) -> DataSet:

@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import IO, Any, TypedDict
 
 from drawbar.config import Recipe
-from drawbar.dataset.index import INDEX_NAME, INDEX_VARIABLE
 from drawbar.errors import DrawbarError, EnvironmentUnfit, InputError, RunFailed
-from drawbar.launch.environment import EMBEDDED_ENDPOINTS, rank_environment
-from drawbar.launch.run import Storage, check_storage, reserve
+from drawbar.launch.run import check_storage, environment_of_ranks, reserve
 from drawbar.probe.names import StageName
 
 _START_S = 120.0
@@ -63,18 +61,8 @@ def probe(recipe: Recipe, stages: Sequence[StageName], seconds: float) -> list[S
         stack.enter_context(reserve(storage))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="drawbar-probe-")))
         (folder / "recipe.toml").write_text(recipe.to_toml())
-        env = _environment(recipe, storage, folder)
+        env = environment_of_ranks(recipe, storage, folder)
         return [_probe_stage(recipe, stage, seconds, folder, env) for stage in stages]
-
-
-def _environment(recipe: Recipe, storage: Storage, folder: Path) -> dict[str, str]:
-    env = rank_environment(recipe, os.environ, recipe.launch.ranks)
-    if storage.credentials is not None:
-        env = storage.credentials.added_to(env) | {EMBEDDED_ENDPOINTS: ",".join(storage.endpoints)}
-    if storage.index is not None:
-        (folder / INDEX_NAME).write_text(storage.index.dumps())
-        env[INDEX_VARIABLE] = str(folder / INDEX_NAME)
-    return env
 
 
 def _probe_stage(recipe: Recipe, stage: StageName, seconds: float, folder: Path, env: dict[str, str]) -> StageRate:
