@@ -25,7 +25,7 @@ from drawbar.storage.environment import Connection, Credentials, environment_end
 from drawbar.storage.reader import CountedReader, Reader
 from drawbar.storage.stores import open_place
 from drawbar.storage.urls import parse_url
-from drawbar.train.loop import HostBatch
+from drawbar.train.batch import HostBatch
 from drawbar.world import World
 
 _SAMPLE_BYTES = 8 << 20

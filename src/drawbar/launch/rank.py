@@ -66,11 +66,10 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
 
     from drawbar.input.device import device_of_rank
     from drawbar.launch.feed import open_feed
-    from drawbar.models.build import build_model
+    from drawbar.train.build import build_training
     from drawbar.train.clock import CudaClock, HostClock
     from drawbar.train.loop import LoopSettings, train
     from drawbar.train.precision import choose_precision
-    from drawbar.train.step import TrainStep
 
     device = device_of_rank(recipe.launch.device, world)
     dtype = choose_precision(recipe.model.precision, device)
@@ -104,20 +103,7 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
         agree(control, recipe, world, feed.dataset_sha256)
         _write_clock(journal, control, world, "start")
         phase.now = "build model"
-        model = build_model(recipe.model.name, recipe.data.num_classes).to(device)
-        if recipe.model.channels_last:
-            model = model.to(memory_format=torch.channels_last)
-        if world.world_size > 1:
-            model = torch.nn.parallel.DistributedDataParallel(
-                model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True
-            )
-        optimizer = torch.optim.SGD(
-            model.parameters(),
-            recipe.train.learning_rate,
-            recipe.train.momentum,
-            weight_decay=recipe.train.weight_decay,
-        )
-        step = TrainStep(model, optimizer, device=device, dtype=dtype, channels_last=recipe.model.channels_last)
+        training = build_training(recipe, world, device, dtype)
         settings = LoopSettings(
             warmup_steps=recipe.train.warmup_steps,
             steps=recipe.train.steps,
@@ -132,7 +118,7 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
             torch.distributed.barrier(control)
             feed.start()
             clock = CudaClock() if device.type == "cuda" else HostClock()
-            train(feed.next_batch, step, clock, journal, settings, on_step)
+            train(feed.next_batch, training.step, clock, journal, settings, on_step)
             phase.now = "drain input"
             for event in feed.close():
                 journal.write(event)

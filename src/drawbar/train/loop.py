@@ -6,35 +6,41 @@ import gc
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from drawbar.errors import RunFailed
-from drawbar.journal import JournalWriter, Step
+from drawbar.journal import JournalWriter
+from drawbar.journal import Step as StepEvent
+from drawbar.train.batch import HostBatch
 from drawbar.train.clock import CudaClock, HostClock
-from drawbar.train.step import Spans, TrainStep
+from drawbar.train.step import Spans, Step
 
 _STEPS_IN_FLIGHT = 2
 """How far the host may run ahead of a GPU: enough to hide the launch, little enough to notice trouble at once."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostBatch:
-    """A batch in host memory and what to call when its pixels have left it."""
-
-    pixels: torch.Tensor
-    """uint8 (batch, height, width, 3)."""
-    labels: torch.Tensor
-    """int64 (batch,)."""
-    epoch: int
-    release: Callable[[], None]
-
-
 class Batches(Protocol):
     def __call__(self) -> HostBatch: ...
+
+
+class Between(Protocol):
+    """Something done between two steps, when it is due: an evaluation, a checkpoint. Outside of every step's time."""
+
+    def after(self, step: int) -> Pause | None:
+        """`step` is over on every rank's schedule, its update made; None: nothing was due. Every rank is asked alike,
+        and answers `stop` alike."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pause:
+    tag: str
+    """Of the step that follows, `after_…`: it may find cold caches."""
+    stop: bool = False
+    """The run is over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,30 +54,33 @@ class LoopSettings:
 
 def train(
     next_batch: Batches,
-    step_model: TrainStep,
+    step: Step,
     clock: HostClock | CudaClock,
     journal: JournalWriter,
     settings: LoopSettings,
     on_step: Callable[[int], None],
+    between: Sequence[Between] = (),
 ) -> None:
-    """Runs `warmup_steps + steps` steps and journals each. `on_step` is told the number of the step that begins.
+    """Runs `warmup_steps + steps` steps, or until one of `between` says stop, and journals each. `on_step` is told the
+    number of the step that begins.
 
     Raises whatever the input raises, and RunFailed when the loss is no longer a number.
     """
     pending: deque[_Pending] = deque()
     collections = _CollectionCount()
     last_epoch = -1
+    tags: list[str] = []
     previous = clock.mark()
     for number in range(settings.warmup_steps + settings.steps):
         on_step(number)
         wait_start = time.perf_counter()
         batch = next_batch()
         data_wait_s = time.perf_counter() - wait_start
-        loss, spans = step_model.run(batch.pixels, batch.labels)
+        loss, spans = step.run(batch)
         if settings.slow_step_s:
             time.sleep(settings.slow_step_s)
         mark = clock.mark()
-        tags = collections.tags() + (["epoch_start"] if batch.epoch != last_epoch else [])
+        tags += collections.tags() + (["epoch_start"] if batch.epoch != last_epoch else [])
         last_epoch = batch.epoch
         pending.append(
             _Pending(
@@ -90,6 +99,12 @@ def train(
         # On a CPU the step is over; a GPU is allowed to run behind, and its buffers stay in use until it caught up.
         while len(pending) > (_STEPS_IN_FLIGHT if isinstance(clock, CudaClock) else 0):
             _finish(pending.popleft(), clock, journal, settings.rank)
+        pauses = [pause for each in between if (pause := each.after(number)) is not None]
+        tags = [pause.tag for pause in pauses]
+        if pauses:
+            previous = clock.mark()
+        if any(pause.stop for pause in pauses):
+            break
     while pending:
         _finish(pending.popleft(), clock, journal, settings.rank)
 
@@ -118,7 +133,7 @@ def _finish(step: _Pending, clock: HostClock | CudaClock, journal: JournalWriter
     else:
         copy_s, compute_s, optimizer_s = step.spans.copy_s, step.spans.compute_s, step.spans.optimizer_s
     journal.write(
-        Step(
+        StepEvent(
             step=step.number,
             warmup=step.warmup,
             start_t=start_t,
@@ -127,7 +142,7 @@ def _finish(step: _Pending, clock: HostClock | CudaClock, journal: JournalWriter
             copy_s=copy_s,
             compute_s=compute_s,
             optimizer_s=optimizer_s,
-            samples=len(step.batch.labels),
+            samples=step.batch.samples,
             loss=loss,
             tags=step.tags,
         )

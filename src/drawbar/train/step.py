@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional
+
+from drawbar.train.batch import HostBatch
 
 # ImageNet's channel means and standard deviations, of pixels 0..255.
 _MEAN = (123.68, 116.78, 103.94)
@@ -21,6 +24,13 @@ class Spans:
     copy_s: float
     compute_s: float
     optimizer_s: float
+
+
+class Step(Protocol):
+    """What a step does; `train/loop.py` says when and writes down how long."""
+
+    def run(self, batch: HostBatch) -> tuple[torch.Tensor, Spans]:
+        """Trains one batch. Returns the loss (a scalar on the device, detached) and the host's spans."""
 
 
 class TrainStep:
@@ -41,10 +51,9 @@ class TrainStep:
         self._mean = torch.tensor(_MEAN, device=device, dtype=dtype).view(1, 3, 1, 1)
         self._scale = 1 / torch.tensor(_STD, device=device, dtype=dtype).view(1, 3, 1, 1)
 
-    def run(self, pixels: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, Spans]:
-        """`pixels`: uint8 (batch, height, width, 3) on the host. Returns the loss (on the device) and the spans."""
+    def run(self, batch: HostBatch) -> tuple[torch.Tensor, Spans]:
         start = time.perf_counter()
-        images, labels = self.to_device(pixels, labels)
+        images, labels = self.to_device(batch.pixels, batch.labels)
         copied = time.perf_counter()
         with torch.autocast(self._device.type, dtype=self._dtype, enabled=self._dtype != torch.float32):
             logits = self._model(images)

@@ -1,0 +1,24 @@
+"""A batch as it comes from the input path, on its way to a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostBatch:
+    """A batch in host memory and what to call when its pixels have left it."""
+
+    pixels: torch.Tensor
+    """uint8 (batch, height, width, 3)."""
+    labels: torch.Tensor
+    """int64 (batch,)."""
+    epoch: int
+    release: Callable[[], None]
+
+    @property
+    def samples(self) -> int:
+        return len(self.pixels)
