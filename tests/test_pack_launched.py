@@ -18,7 +18,7 @@ from PIL import Image
 from drawbar.dataset.folder import scan_folder
 from drawbar.dataset.manifest import MANIFEST_NAME
 from drawbar.dataset.pack import FolderDestination, PackSettings, pack
-from drawbar.world import launcher_rank
+from drawbar.world import World
 from tests.drawbar_process import Finished, finish
 from tests.image_files import pixels, saved
 from tests.image_folder import contents, make_images
@@ -145,7 +145,10 @@ def rank_process(dest: Path, rank: int) -> psutil.Process:
     while time.monotonic() < end_t:
         for process in psutil.process_iter():
             try:
-                if str(dest) in process.cmdline() and launcher_rank(process.environ())[:2] == (rank, RANKS):
+                if str(dest) not in process.cmdline():
+                    continue
+                world = World.detect(process.environ())
+                if (world.rank, world.world_size) == (rank, RANKS):
                     return process
             except (psutil.Error, OSError):
                 continue

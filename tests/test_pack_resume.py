@@ -35,13 +35,18 @@ from drawbar.dataset.shard_writer import OnBad, PackSettings
 from drawbar.dataset.walk import Origin
 from drawbar.errors import DrawbarError, EnvironmentUnfit, InputError, RunFailed
 from drawbar.storage import embedded
-from drawbar.world import Launched, launcher_rank
+from drawbar.world import World
 from tests.drawbar_process import Finished, drawbar
 from tests.image_files import jpeg
 from tests.image_folder import contents, make_images
 from tests.tcp_proxy import Proxy
 
-ALONE = Launched(0, 1, 1)
+
+def share(rank: int, world_size: int) -> World:
+    return World(rank=rank, world_size=world_size, local_rank=0, local_world_size=1, node="host")
+
+
+ALONE = share(0, 1)
 
 
 @pytest.fixture(scope="module")
@@ -659,18 +664,16 @@ def test_uploads_killed_at_20_random_moments(
 def test_ranks_share_the_shards(images: Path, reference: dict[str, bytes], tmp_path: Path, size: int) -> None:
     dest = FolderDestination(tmp_path)
     for rank in reversed(range(size)):
-        manifest = pack_share(scan_folder(images), dest, settings(), Launched(rank, size, 1), workers=1)
+        manifest = pack_share(scan_folder(images), dest, settings(), share(rank, size), workers=1)
         assert (manifest is None) == (rank > 0)
         if rank:
             assert {name for name in contents(tmp_path) if name.startswith("train")} == {
                 f"train-0000{shard}-of-00006" for shard in range(6) if shard % size >= rank
             }
     assert contents(tmp_path) == reference
-    again = pack_share(scan_folder(images), dest, settings(), Launched(1, size, 1))
+    again = pack_share(scan_folder(images), dest, settings(), share(1, size))
     assert again is None
-    assert pack_share(scan_folder(images), dest, settings(), Launched(0, size, 1)) == Manifest.loads(
-        reference[MANIFEST_NAME]
-    )
+    assert pack_share(scan_folder(images), dest, settings(), share(0, size)) == Manifest.loads(reference[MANIFEST_NAME])
 
 
 @dataclass(frozen=True)
@@ -695,9 +698,9 @@ class Overtaken(FolderDestination):
         return super().get(name)
 
 
-@pytest.mark.parametrize("launched", [Launched(1, 2, 1), Launched(7, 8, 1)])
+@pytest.mark.parametrize("launched", [share(1, 2), share(7, 8)])
 def test_the_other_ranks_end_while_this_one_looks(
-    images: Path, reference: dict[str, bytes], tmp_path: Path, launched: Launched
+    images: Path, reference: dict[str, bytes], tmp_path: Path, launched: World
 ) -> None:
     """Rank 1 has its shards from an earlier try; rank 7 of 8 has none of the 6."""
     for number in range(1, 12):
@@ -721,7 +724,7 @@ def test_rank_0_waits_only_so_long(images: Path, reference: dict[str, bytes], tm
             scan_folder(images),
             dest,
             settings(),
-            Launched(0, 3, 1),
+            share(0, 3),
             workers=1,
             progress=lambda *step: steps.append(step),
             wait_s=0.3,
@@ -734,54 +737,7 @@ def test_rank_0_waits_only_so_long(images: Path, reference: dict[str, bytes], tm
 
 def test_ranks_do_not_overwrite(images: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--overwrite with 2 ranks"):
-        pack_share(scan_folder(images), FolderDestination(tmp_path), settings(), Launched(0, 2, 1), overwrite=True)
-
-
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({}, (0, 1, 1)),
-        ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "SLURM_PROCID": "1"}, (3, 8, 4)),
-        (
-            {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "6", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-            (5, 6, 2),
-        ),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, (1, 2, 1)),
-        (
-            {"SLURM_PROCID": "7", "SLURM_STEP_NUM_TASKS": "9", "SLURM_STEP_TASKS_PER_NODE": "4(x2),1"},
-            (7, 9, 4),
-        ),
-        # mpirun inside of an allocation: its own variables say which rank this is
-        (
-            {
-                "OMPI_COMM_WORLD_RANK": "1",
-                "OMPI_COMM_WORLD_SIZE": "2",
-                "SLURM_PROCID": "0",
-                "SLURM_STEP_NUM_TASKS": "1",
-            },
-            (1, 2, 1),
-        ),
-        # a batch script: no step, so no rank
-        ({"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_NODEID": "0"}, (0, 1, 1)),
-        ({"RANK": "3"}, (0, 1, 1)),
-    ],
-)
-def test_the_launchers_variables(variables: dict[str, str], expected: tuple[int, int, int]) -> None:
-    assert launcher_rank(variables) == expected
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"RANK": "3", "WORLD_SIZE": "3"},
-        {"RANK": "-1", "WORLD_SIZE": "3"},
-        {"RANK": "one", "WORLD_SIZE": "3"},
-        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "x"},
-    ],
-)
-def test_launchers_variables_that_make_no_sense(variables: dict[str, str]) -> None:
-    with pytest.raises(EnvironmentUnfit, match="variables"):
-        launcher_rank(variables)
+        pack_share(scan_folder(images), FolderDestination(tmp_path), settings(), share(0, 2), overwrite=True)
 
 
 def test_the_command_line(images: Path, tmp_path: Path) -> None:

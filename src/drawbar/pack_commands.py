@@ -25,7 +25,7 @@ from drawbar.storage.address import find_address
 from drawbar.storage.stores import open_place
 from drawbar.storage.urls import parse_url
 from drawbar.terminal import Terminal
-from drawbar.world import launcher_rank
+from drawbar.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +235,7 @@ def pack_source(
     options: PackOptions,
 ) -> None:
     """Packs what `listed` returns, this rank's share of it where a launcher started several; prints what came out."""
-    launched = launcher_rank()
+    launched = World.detect()
     settings = PackSettings(
         num_shards=options.shards,
         split=options.split,
@@ -268,7 +268,7 @@ def pack_source(
     finally:
         terminal.close()
     if manifest is None:
-        terminal.line(f"rank {launched.rank} of {launched.size}: its shards are done")
+        terminal.line(f"rank {launched.rank} of {launched.world_size}: its shards are done")
     else:
         row = _packed_row(dest, manifest) | {"warnings": warnings}
         _report(terminal, row, options.json_out, _packed_text(dest, manifest))

@@ -29,7 +29,7 @@ from drawbar.dataset.pack_workers import num_workers, pack_here, pack_in_process
 from drawbar.dataset.parts import PackedShard
 from drawbar.dataset.shard_writer import PackJob, PackSettings
 from drawbar.errors import DataError, InputError, RunFailed
-from drawbar.world import Launched
+from drawbar.world import World
 
 __all__ = ["Destination", "FolderDestination", "PackSettings", "StoreDestination", "pack", "pack_share", "shard_name"]
 
@@ -39,7 +39,7 @@ FORMAT = 3
 _WAIT_S = 600.0
 _POLL_S = 1.0
 _INDEX_BITS = 40
-_ALONE = Launched(rank=0, size=1, ranks_on_host=1)
+_ALONE = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node="")
 _OCCUPIED = "choose another destination, or --overwrite to replace what is there"
 
 
@@ -69,7 +69,7 @@ def pack_share(
     source: Source,
     dest: Destination,
     settings: PackSettings,
-    launched: Launched,
+    launched: World,
     *,
     workers: int = 0,
     overwrite: bool = False,
@@ -105,7 +105,7 @@ def pack_share(
                 "per image",
                 hint="ask for fewer --shards" + f", or see what was not taken for an image: {ignored}" * bool(ignored),
             )
-        mine = names[launched.rank :: launched.size]
+        mine = names[launched.rank :: launched.world_size]
         if not mine:
             return None  # nor a claim, which could come after the others have ended
         try:
@@ -120,7 +120,7 @@ def pack_share(
             # Where this rank's shards were there before, rank 0 may end, and clear what it goes by, at any moment.
             return _kept(job, existing, launched, note)
         shards = _deal(items, settings, {name for name in mine if name not in done})
-        counted = _Progress(progress, done, shards, len(items) if launched.size == 1 else 0)
+        counted = _Progress(progress, done, shards, len(items) if launched.world_size == 1 else 0)
         del items
         started_t = time.monotonic()
         done |= _pack_all(job, shards, workers, launched, counted)
@@ -142,7 +142,7 @@ def shard_name(settings: PackSettings, index: int) -> str:
 # Before the first byte is written
 
 
-def _check(settings: PackSettings, workers: int, launched: Launched, overwrite: bool) -> None:
+def _check(settings: PackSettings, workers: int, launched: World, overwrite: bool) -> None:
     if not 1 <= settings.num_shards <= 99999:
         raise InputError(f"number of shards is {settings.num_shards}; expected 1 to 99999")
     if settings.seed < 0:
@@ -153,9 +153,9 @@ def _check(settings: PackSettings, workers: int, launched: Launched, overwrite: 
         raise InputError(f"split is {settings.split!r}; expected letters, digits, - and _, such as train")
     if settings.on_bad not in ("fail", "skip", "fix"):
         raise InputError(f"on_bad is {settings.on_bad!r}; expected fix, skip or fail")
-    if overwrite and launched.size > 1:
+    if overwrite and launched.world_size > 1:
         raise InputError(
-            f"--overwrite with {launched.size} ranks: one could delete what another has written",
+            f"--overwrite with {launched.world_size} ranks: one could delete what another has written",
             hint="delete the old set first, or pack with one process",
         )
 
@@ -207,7 +207,7 @@ def _existing(job: PackJob, overwrite: bool) -> Manifest | None:
     return manifest
 
 
-def _kept(job: PackJob, manifest: Manifest, launched: Launched, note: Note) -> Manifest | None:
+def _kept(job: PackJob, manifest: Manifest, launched: World, note: Note) -> Manifest | None:
     """A complete set is the answer if its bad files were treated as asked."""
     bad = [item for item in manifest.bad if item.action != "kept"]
     if bad and manifest.on_bad != job.settings.on_bad:
@@ -325,13 +325,13 @@ class _Progress:
 
 
 def _pack_all(
-    job: PackJob, shards: Mapping[str, Sequence[Item]], workers: int, launched: Launched, report: _Progress
+    job: PackJob, shards: Mapping[str, Sequence[Item]], workers: int, launched: World, report: _Progress
 ) -> dict[str, PackedShard]:
     report(0)
     if not shards:
         return {}
     size_bytes = sum(item.size_bytes for items in shards.values() for item in items)
-    workers = num_workers(workers, len(shards), size_bytes, launched.ranks_on_host)
+    workers = num_workers(workers, len(shards), size_bytes, launched.local_world_size)
     if workers == 1 or job.dest.local_to_process:
         packing: Iterator[PackedShard] = pack_here(job, shards, report)
     else:
