@@ -195,7 +195,26 @@ class Train(Section):
 
 
 class Launch(Section):
+    """Where the ranks run, and who starts them."""
+
     ranks: int = Field(default=1, ge=1, le=4096)
+    launcher: Literal["auto", "local", "mpirun", "srun"] = "auto"
+    """`local`: torchrun on this host; `mpirun`: Open MPI 4 or 5 on the named hosts; `srun`: Slurm, in an allocation or
+    with one of its own. `auto`: mpirun where hosts are named, srun inside an allocation of several, local otherwise."""
+    hosts: list[str] = []
+    """`host` or `host:slots`, in the order of the ranks; one slot where none is said."""
+    host_file: str = ""
+    """Instead of `hosts`: a file with one of them a line, or Open MPI's `host slots=2`."""
+    map_by: Literal["slot", "node"] = "slot"
+    """`slot`: a host's slots are filled before the next one's, as in the ECS study; `node`: one rank a host in turn."""
+    bind_to: Literal["none", "core", "socket", "numa"] = "none"
+    """What mpirun binds a rank to."""
+    report_bindings: bool = False
+    flags: list[str] = []
+    """Further words for the launcher's command line, as they are."""
+    forward: list[str] = []
+    """Names of further variables that ranks on other hosts get. Those of storage, NCCL, Gloo, OpenMP and Drawbar
+    itself always go."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads_per_rank: int = Field(default=0, ge=0, le=4096)
     """Compute threads on CPU; 0: cores divided by the ranks on a host, at least 1."""
@@ -205,6 +224,14 @@ class Launch(Section):
     CPU."""
     stall_timeout_s: float = Field(default=300.0, gt=0, le=86400)
     """A rank that finishes no step for this long ends the run."""
+
+    @model_validator(mode="after")
+    def _one_list_of_hosts(self) -> Launch:
+        if self.hosts and self.host_file:
+            raise ValueError("both hosts and host_file are given: expected one of them")
+        if self.launcher == "mpirun" and not (self.hosts or self.host_file):
+            raise ValueError('launcher is "mpirun", but there are neither hosts nor a host_file')
+        return self
 
 
 class CacheState(Section):

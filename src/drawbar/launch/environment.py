@@ -16,6 +16,8 @@ from drawbar.config import Launch, Recipe
 
 _PACKAGES = ("torch", "torchvision", "numpy", "obstore", "simplejpeg", "opencv-python-headless", "google-crc32c")
 
+RECIPE_VARIABLE = "DRAWBAR_RECIPE"
+"""How ranks on hosts that do not share the run directory learn the recipe: as JSON."""
 EMBEDDED_ENDPOINTS = "DRAWBAR_EMBEDDED_ENDPOINTS"
 """How the ranks learn the addresses of the embedded store: the recipe only says `embedded`."""
 
@@ -48,14 +50,19 @@ def decode_threads(recipe: Recipe, local_world_size: int, device: str) -> int:
 
 
 def rank_environment(recipe: Recipe, base: Mapping[str, str], local_world_size: int) -> dict[str, str]:
-    """The ranks' environment: the user's, the threads, the allocator's settings. What the user has set is kept."""
+    """The ranks' environment: the user's, the threads, the allocator's settings. What the user has set is kept.
+
+    `local_world_size` 0: ranks on several hosts, each of which finds out its threads itself.
+    """
     env = dict(base)
-    threads = str(threads_per_rank(recipe.launch, local_world_size))
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        env[name] = threads
+    if local_world_size:
+        threads = str(threads_per_rank(recipe.launch, local_world_size))
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            env[name] = threads
+        # All ranks are on this host: Gloo must not pick an outside interface.
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     env["PYTHONUNBUFFERED"] = "1"
-    # All ranks are on this host: Gloo must not pick an outside interface, nor a proxy sit before a local store.
-    env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Nor may a proxy sit before a local store.
     env["NO_PROXY"] = ",".join(filter(None, [env.get("NO_PROXY", ""), "127.0.0.1,localhost"]))
     if recipe.launch.allocator == "keep_large_blocks":
         for name, value in KEEP_LARGE_BLOCKS.items():

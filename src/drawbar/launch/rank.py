@@ -1,7 +1,7 @@
 """The life of one rank, from its launcher's variables to its last journal line.
 
-Started as `python -m drawbar.launch.rank RUN_DIR` by torchrun. Reads `RUN_DIR/recipe.toml`, takes its endpoint, meets
-the others, trains, drains its input, and says how it ended.
+Started as `python -m drawbar.launch.rank RUN_DIR` by torchrun, mpirun or srun. Takes the recipe from its environment or
+from `RUN_DIR/recipe.toml`, then its endpoint, meets the others, trains, drains its input, and says how it ended.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -20,7 +20,9 @@ from drawbar.config import Recipe, load_recipe
 from drawbar.errors import DrawbarError, EnvironmentUnfit
 from drawbar.journal import Clock, Error, JournalWriter, RunEnd, RunStart
 from drawbar.launch import last_words
-from drawbar.launch.environment import decode_threads, describe, threads_per_rank
+from drawbar.launch.echo import ECHO_VARIABLE, EchoingJournal
+from drawbar.launch.environment import RECIPE_VARIABLE, decode_threads, describe, threads_per_rank
+from drawbar.launch.rendezvous import rendezvous
 from drawbar.world import World
 
 if TYPE_CHECKING:
@@ -40,14 +42,22 @@ def main(run_dir: Path) -> NoReturn:
     last_words.block_signals()
     last_words.die_with_parent(last_words.TORCHRUN_PID)
     world = World.detect()
+    launchers_output = os.dup(1)
     _log_to(run_dir / "logs" / f"rank-{world.rank:05d}.log")
-    journal = JournalWriter(run_dir / "journal" / f"rank-{world.rank:05d}.jsonl")
+
+    def open_journal(name: str) -> JournalWriter:
+        path = run_dir / "journal" / name
+        if ECHO_VARIABLE in os.environ:
+            return EchoingJournal(path, world.rank, launchers_output)
+        return JournalWriter(path)
+
+    journal = open_journal(f"rank-{world.rank:05d}.jsonl")
     last_words.watch_signals(journal, lambda: None)
     phase = Phase()
     code = 1
     try:
-        recipe = load_recipe(run_dir / "recipe.toml")
-        _run(run_dir, recipe, world, journal, phase)
+        recipe = recipe_of_run(run_dir)
+        _run(recipe, world, journal, open_journal, phase)
         journal.write(RunEnd(status="ok", unix_s=time.time()))
         code = 0
     except BaseException as error:
@@ -60,7 +70,9 @@ def main(run_dir: Path) -> NoReturn:
         os._exit(code)
 
 
-def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, phase: Phase) -> None:
+def _run(
+    recipe: Recipe, world: World, journal: JournalWriter, open_journal: Callable[[str], JournalWriter], phase: Phase
+) -> None:
     phase.now = "import torch"
     import torch
 
@@ -99,7 +111,7 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
     )
 
     phase.now = "meet the other ranks"
-    with _process_group(recipe, device) as control:
+    with _process_group(recipe, world, device) as control:
         agree(control, recipe, world, feed.dataset_sha256)
         _write_clock(journal, control, world, "start")
         phase.now = "build model"
@@ -114,7 +126,7 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
         def on_step(number: int) -> None:
             phase.now = f"step {number}"
 
-        with _host_counters(run_dir, control, world):
+        with _host_counters(open_journal, control, world):
             torch.distributed.barrier(control)
             feed.start()
             clock = CudaClock() if device.type == "cuda" else HostClock()
@@ -127,17 +139,35 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
         _write_clock(journal, control, world, "end")
 
 
+def recipe_of_run(run_dir: Path) -> Recipe:
+    """The launcher's own, where it passed it on; hosts need not share its file system."""
+    if RECIPE_VARIABLE in os.environ:
+        return Recipe.model_validate_json(os.environ[RECIPE_VARIABLE])
+    return load_recipe(run_dir / "recipe.toml")
+
+
 @contextlib.contextmanager
-def _process_group(recipe: Recipe, device: torch.device) -> Iterator[ProcessGroup]:
+def _process_group(recipe: Recipe, world: World, device: torch.device) -> Iterator[ProcessGroup]:
     """Joins the ranks; yields a Gloo group for control messages beside the gradients' group."""
     import torch
     import torch.distributed as dist
 
     timeout = timedelta(seconds=recipe.launch.stall_timeout_s)
     on_gpu = device.type == "cuda"
-    if not dist.is_torchelastic_launched():
+    if world.launcher == "":
         os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"})
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+    elif world.launcher != "torchrun":
+        address, port = rendezvous(world)
+        os.environ.update({"MASTER_ADDR": address, "MASTER_PORT": str(port)})
+        os.environ.update({"RANK": str(world.rank), "WORLD_SIZE": str(world.world_size)})
+    try:
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+    except dist.DistError as error:
+        at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise EnvironmentUnfit(
+            f"rank {world.rank} on {world.node} does not meet the others at {at}: {str(error).splitlines()[0]}",
+            hint="is that address rank 0's host, seen from here, and the port free there?",
+        ) from None
     if on_gpu:
         torch.cuda.set_device(device)
     control = dist.new_group(backend="gloo", timeout=timeout)
@@ -162,7 +192,7 @@ def agree(control: ProcessGroup, recipe: Recipe, world: World, dataset_sha256: s
 
 
 @contextlib.contextmanager
-def _host_counters(run_dir: Path, control: ProcessGroup, world: World) -> Iterator[None]:
+def _host_counters(open_journal: Callable[[str], JournalWriter], control: ProcessGroup, world: World) -> Iterator[None]:
     """Local rank 0 of each host samples for the host."""
     import torch.distributed as dist
 
@@ -173,7 +203,7 @@ def _host_counters(run_dir: Path, control: ProcessGroup, world: World) -> Iterat
     if world.local_rank != 0:
         yield
         return
-    journal = JournalWriter(run_dir / "journal" / f"host-{world.node}.jsonl")
+    journal = open_journal(f"host-{world.node}.jsonl")
     sampler = HostSampler(journal, world.node, {local: pid for node, local, pid in everyone if node == world.node})
     try:
         yield

@@ -6,53 +6,36 @@ This process never imports torch, so that bad input is refused in under a second
 from __future__ import annotations
 
 import os
-import shutil
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
-
-import psutil
 
 from drawbar.config import Recipe
 from drawbar.config import Storage as StorageSettings
 from drawbar.dataset.index import INDEX_NAME, INDEX_VARIABLE, ShardIndex, find_or_scan
 from drawbar.dataset.listing import Listing, split_pattern
 from drawbar.dataset.manifest import Manifest
-from drawbar.errors import DrawbarError, EnvironmentUnfit, InputError, Interrupted, RunFailed
+from drawbar.errors import DrawbarError, EnvironmentUnfit, InputError, Interrupted
 from drawbar.input.plan import check_plan
-from drawbar.journal import Cache, Clock, DataSet, Error, JournalWriter, Request, RunEnd, RunStart, Step, Witness
-from drawbar.launch.environment import EMBEDDED_ENDPOINTS, describe, rank_environment
+from drawbar.journal import Cache, DataSet, Error, JournalWriter, Request, RunEnd, RunStart, Witness
+from drawbar.launch.environment import EMBEDDED_ENDPOINTS, describe
+from drawbar.launch.launchers import Launcher, launcher_of
 from drawbar.launch.listing import list_place
-from drawbar.launch.tail import JournalTail
-from drawbar.launch.torchrun import Torchrun
-from drawbar.report.terminal import StepPrinter
+from drawbar.launch.process import LauncherProcess
+from drawbar.launch.watch import Console, RanksFailed, watch
 from drawbar.storage import embedded, page_cache
 from drawbar.storage.environment import Credentials, environment_endpoint
 from drawbar.storage.reader import CountedReader
 from drawbar.storage.stores import open_place
 from drawbar.storage.urls import parse_url
 
-_POLL_S = 0.5
 _FILE_WINDOW_BYTES = 64
 """A header and what a small read brings along: the scan of files steps from header to header."""
 _SCAN_REQUEST_BYTES, _SCAN_THREADS = 8 << 20, 4
 """For objects, where the recipe leaves it to a run to find out."""
-_FULL_DISK_BYTES = 64 * 1024
-
-
-class Console(Protocol):
-    """Where a run shows what it does."""
-
-    def line(self, text: str) -> None:
-        """A finished line of output (stdout)."""
-
-    def status(self, text: str) -> None:
-        """What is going on now; replaces the last one where it can (stderr)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,14 +89,47 @@ def _run(recipe: Recipe, storage: Storage, run_dir: Path, journal: JournalWriter
     console.status("making the start cold" if recipe.cache.start == "cold" else "starting")
     storage = make_cold(recipe, storage, journal)
     write_witnesses(storage.store, "before", journal)
-    env = environment_of_ranks(recipe, storage, run_dir)
-    watch(Torchrun(run_dir, recipe.launch.ranks, env), recipe, run_dir, console)
+    launcher = launcher_of(recipe, run_dir, secrets_of_ranks(storage, run_dir))
+    process = LauncherProcess(launcher.kind, launcher.command, launcher.job.env, run_dir)
+    nodes: set[str] = set()
+    lost: dict[str, str] = {}
+    try:
+        try:
+            watch(process, recipe, run_dir, console, nodes)
+        finally:
+            lost = _bring_home(launcher, nodes, console)
+    except RanksFailed:
+        if lost and not nodes:
+            # The launcher's own words on it fill a screen.
+            raise EnvironmentUnfit(
+                "no rank started; no answer from " + ", ".join(f"{host} ({why})" for host, why in lost.items()),
+                hint="can each host be reached by name from here without a password?",
+            ) from None
+        raise
     write_witnesses(storage.store, "after", journal)
 
 
-def environment_of_ranks(recipe: Recipe, storage: Storage, folder: Path) -> dict[str, str]:
-    """Keys, addresses and the way to the index, which is written to `folder`: what no command line may show or hold."""
-    env = rank_environment(recipe, os.environ, recipe.launch.ranks)
+def _bring_home(launcher: Launcher, nodes: set[str], console: Console) -> dict[str, str]:
+    """Fetches journals that are not here, from the recipe's hosts, or from `nodes`, which were heard of.
+
+    Returns the hosts that sent none, and why.
+    """
+    if launcher.kind == "local":
+        return {}
+    here = launcher.job.run_dir / "journal"
+    if all((here / f"rank-{rank:05d}.jsonl").exists() for rank in range(launcher.job.launch.ranks)):
+        return {}
+    console.status("fetching the journals of the other hosts")
+    lost = launcher.fetch(launcher.hosts or sorted(nodes))
+    for host, why in lost.items():
+        console.line(f"note: no journal comes home from {host}: {why}")
+    return lost
+
+
+def secrets_of_ranks(storage: Storage, folder: Path) -> dict[str, str]:
+    """This environment with keys, addresses and the way to the index, which is written to `folder`: what no command
+    line may show or hold."""
+    env = dict(os.environ)
     if storage.credentials is not None:
         env = storage.credentials.added_to(env) | {EMBEDDED_ENDPOINTS: ",".join(storage.endpoints)}
     if storage.index is not None:
@@ -316,106 +332,6 @@ def settled_counts(store: embedded.EmbeddedStore, *, silent_ok: bool, deadline_s
         before, counts = counts, store.sent_bytes(silent_ok=silent_ok)
         if counts == before or time.monotonic() > end_t:
             return counts
-
-
-def watch(torchrun: Torchrun, recipe: Recipe, run_dir: Path, console: Console) -> None:
-    """Shows progress until the ranks are done. Raises RunFailed or Interrupted once all of them are gone."""
-    train = recipe.train
-    printer = StepPrinter(
-        world_size=recipe.launch.ranks,
-        warmup_steps=train.warmup_steps,
-        steps=train.steps,
-        display_every=train.display_every,
-    )
-    tail = JournalTail(run_dir)
-    stall = StallWatch(recipe.launch.ranks, recipe.launch.stall_timeout_s)
-    console.status(f"starting {recipe.launch.ranks} ranks")
-    try:
-        running = True
-        while running:
-            time.sleep(_POLL_S)
-            running = torchrun.running()
-            if stall.waiting_for_ranks():
-                # Reads all of /proc: not while ranks are measuring.
-                torchrun.remember_children()
-            for rank, event in tail.new_events():
-                stall.note(rank, event)
-                for line in printer.feed(rank, event):
-                    console.line(line)
-                if isinstance(event, Clock | Step):
-                    console.status(printer.progress())
-            stall.check()
-    except BaseException:
-        # Ctrl-C and our own verdicts alike: the ranks write that they were stopped, then everything is gone.
-        torchrun.stop(signal.SIGINT)
-        raise
-    torchrun.reap(grace_s=5.0)
-    if torchrun.returncode != 0:
-        if shutil.disk_usage(run_dir).free < _FULL_DISK_BYTES:
-            # Ranks that could not write their last word look killed.
-            raise EnvironmentUnfit(f"the disk of the run directory is full: {run_dir}")
-        if torchrun.returncode is not None and torchrun.returncode < 0:
-            name = signal.Signals(-torchrun.returncode).name
-            raise RunFailed(f"torchrun (pid {torchrun.pid}) was killed by {name}; no rank had failed")
-        raise RanksFailed(f"a rank failed; torchrun ended with {torchrun.returncode}: {torchrun.last_words()}")
-
-
-class RanksFailed(RunFailed):
-    """Only says that the ranks' journals hold the cause."""
-
-
-class StallWatch:
-    """Ends a run in which no rank finishes a step for too long: a hang must not last for ever."""
-
-    def __init__(self, ranks: int, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._last_t = time.monotonic()
-        self._steps_done = dict.fromkeys(range(ranks), 0)
-        self._pids: dict[int, int] = {}
-        self._some_rank_failed = False
-
-    def waiting_for_ranks(self) -> bool:
-        """Whether some rank has yet to finish its first step."""
-        return min(self._steps_done.values()) == 0
-
-    def note(self, rank: int, event: object) -> None:
-        self._last_t = time.monotonic()
-        if isinstance(event, RunStart):
-            self._pids[rank] = event.pid
-        if isinstance(event, Step):
-            self._steps_done[rank] = event.step + 1
-        if isinstance(event, Error):
-            self._some_rank_failed = True
-
-    def check(self) -> None:
-        # Ranks end themselves after the time-out, with a better reason; this is for those that cannot.
-        silent_s = time.monotonic() - self._last_t
-        overdue = silent_s > self._timeout_s + 10
-        if not overdue and not self._some_rank_failed:
-            return
-        # A stopped rank makes the others fail first. It must be seen before torchrun kills it, 30 s after that.
-        stopped = [f"rank {rank} (pid {pid})" for rank, pid in self._pids.items() if _is_stopped(pid)]
-        if stopped:
-            raise RunFailed(
-                f"the ranks wait in vain: {', '.join(stopped)} is stopped",
-                hint="somebody sent it SIGSTOP, or a debugger holds it",
-            )
-        if not overdue:
-            return
-        fewest = min(self._steps_done.values())
-        behind = [str(rank) for rank, done in self._steps_done.items() if done == fewest]
-        raise RunFailed(
-            f"no rank has written anything for {silent_s:.0f} s; furthest behind, with {fewest} steps done: rank "
-            + ", ".join(behind),
-            hint="launch.stall_timeout_s is how long that may take",
-        )
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-    except psutil.Error:
-        return False
 
 
 def _write_end(journal: JournalWriter, error: BaseException) -> None:

@@ -14,6 +14,10 @@ class JournalTail:
         self._folder = run_dir / "journal"
         self._read_bytes: dict[Path, int] = {}
 
+    def sees(self, rank: int) -> bool:
+        """Whether that rank's journal is in this file system."""
+        return self._folder / f"rank-{rank:05d}.jsonl" in self._read_bytes
+
     def new_events(self) -> list[tuple[int, Event]]:
         """(rank, event) pairs, in order within a rank."""
         events: list[tuple[int, Event]] = []

@@ -16,7 +16,8 @@ from typing import IO, Any, TypedDict
 
 from drawbar.config import Recipe
 from drawbar.errors import DrawbarError, EnvironmentUnfit, InputError, RunFailed
-from drawbar.launch.run import check_storage, environment_of_ranks, reserve
+from drawbar.launch.environment import rank_environment
+from drawbar.launch.run import check_storage, reserve, secrets_of_ranks
 from drawbar.probe.names import StageName
 
 _START_S = 120.0
@@ -61,7 +62,7 @@ def probe(recipe: Recipe, stages: Sequence[StageName], seconds: float) -> list[S
         stack.enter_context(reserve(storage))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="drawbar-probe-")))
         (folder / "recipe.toml").write_text(recipe.to_toml())
-        env = environment_of_ranks(recipe, storage, folder)
+        env = rank_environment(recipe, secrets_of_ranks(storage, folder), recipe.launch.ranks)
         return [_probe_stage(recipe, stage, seconds, folder, env) for stage in stages]
 
 
