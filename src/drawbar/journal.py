@@ -181,6 +181,21 @@ class Step(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BadRecord(Event):
+    """A record that gave no sample. Each is told once, and at most a hundred by a rank; `InputTotals.bad_images` counts
+    all of them, each time."""
+
+    name: ClassVar[str] = "bad_record"
+    key: str
+    """Of its shard."""
+    offset: int
+    epoch: int
+    reason: str
+    policy: str
+    """`input.on_bad`: what became of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class InputTotals(Event):
     """What the loader of this rank did from start to drain; written once, after the last step."""
 
@@ -196,8 +211,11 @@ class InputTotals(Event):
     decoded_images: int
     trained_images: int
     bad_images: int
+    """Records met that gave no sample, those decoded ahead and never trained included."""
     epochs: float
     """Passes over the training set that the requests amount to."""
+    replaced_images: int = 0
+    """Among `trained_images`: others of their batch trained a second time, in the place of records without a sample."""
     padded_images: int = 0
     """Trained a second time in their epoch, to fill its last batch; among `trained_images`."""
     inflated_bytes: int = 0
@@ -306,6 +324,7 @@ EVENTS: dict[str, type[Event]] = {
         Request,
         EndpointChange,
         Step,
+        BadRecord,
         InputTotals,
         InputReport,
         InputStage,

@@ -35,7 +35,7 @@ from drawbar.input.records import RecordReader
 from drawbar.input.sample import SampleMaker
 from drawbar.input.sources import ReadPlan, in_turn, open_sources
 from drawbar.input.stages import Blocked, Stage
-from drawbar.journal import InputReport, InputStage, InputTotals
+from drawbar.journal import Event, InputReport, InputStage, InputTotals
 from drawbar.storage.reader import Reader
 
 __all__ = ["Batch", "Loader", "ReadPlan", "Record"]
@@ -55,9 +55,10 @@ class Loader:
         decode_threads: int,
         samples: SampleMaker | None = None,
         allocate: Callable[[tuple[int, ...]], Pixels] = lambda shape: np.empty(shape, np.uint8),
+        tell: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        """`allocate` makes the pixel buffers (pinned memory on a GPU host). Raises InputError for a `plan.state` that
-        does not fit the set or the recipe."""
+        """`allocate` makes the pixel buffers (pinned memory on a GPU host). `tell` hears, from any thread, what is for
+        the journal at once. Raises InputError for a `plan.state` that does not fit the set or the recipe."""
         self._begin_t = time.perf_counter()
         self._plan, self._reader = plan, reader
         self._sources = open_sources(plan, input)
@@ -79,13 +80,15 @@ class Loader:
             samples or SampleMaker(input),
             num_classes=num_classes,
             seed=input.seed,
+            on_bad=input.on_bad,
             downstream=self._blocked.total_s,
+            tell=tell,
         )
         self._shuffle = Stage(name="shuffle", queue_capacity=-(-input.shuffle_buffer // plan.world_size))
         self._batch = Stage(name="batch", queue_capacity=input.prefetch_batches)
         self._totals: InputTotals | None = None
         self._first_batch_s = 0.0
-        self._trained_batches = self._trained = self._padded = 0
+        self._trained_batches = self._trained = self._padded = self._replaced = 0
         # Bytes on their way, counted stage by stage and not as a difference, so that a record lost or doubled shows.
         self._batched_bytes = 0
         self._trained_bytes = 0
@@ -122,6 +125,7 @@ class Loader:
         self._trained_batches += 1
         self._trained += len(batch.records)
         self._padded += sum(record.padding for record in batch.records)
+        self._replaced += sum(record.stands_in for record in batch.records)
         self._trained_bytes += batch.framed_bytes
         self._buffers.put(batch.images)
 
@@ -151,7 +155,8 @@ class Loader:
             decoded_images=self._pool.decoded,
             trained_images=self._trained,
             padded_images=self._padded,
-            bad_images=0,
+            replaced_images=self._replaced,
+            bad_images=self._pool.bad,
             epochs=self._reader.planned_bytes * self._plan.world_size / set_bytes,
         )
         return self._totals
