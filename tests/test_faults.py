@@ -74,12 +74,15 @@ def packed(embedded_store: embedded.EmbeddedStore, tmp_path_factory: pytest.Temp
     return upload(embedded_store, tmp_path_factory.mktemp("faults"), "s3://faults/train", None)
 
 
-@pytest.fixture(scope="module", params=[gzip.compress, zlib.compress], ids=["gzip", "zlib"])
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "zlib": zlib.compress}
+
+
+@pytest.fixture(scope="module", params=COMPRESS)
 def compressed(
     request: pytest.FixtureRequest, embedded_store: embedded.EmbeddedStore, tmp_path_factory: pytest.TempPathFactory
 ) -> Set:
-    kind = request.param.__module__
-    return upload(embedded_store, tmp_path_factory.mktemp(kind), f"s3://faults/{kind}", request.param)
+    kind: str = request.param
+    return upload(embedded_store, tmp_path_factory.mktemp(kind), f"s3://faults/{kind}", COMPRESS[kind])
 
 
 @dataclass(kw_only=True)

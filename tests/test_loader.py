@@ -14,7 +14,7 @@ import pytest
 from drawbar.errors import DataError, DrawbarError, InputError, RunFailed
 from drawbar.input.plan import LastBatch, PlanState
 from drawbar.input.reading import BUDGET_BYTES
-from drawbar.journal import Request
+from drawbar.journal import Event, InputSample, Request
 from tests.small_loader import loader_over, take, trained_ids
 from tests.small_set import NUM_CLASSES, example, image, offsets, write_set
 
@@ -297,6 +297,41 @@ def test_each_stage_says_what_passed_and_where_it_waited(tmp_path: Path) -> None
         assert 0 <= stage.queue_mean <= max(stage.queue_capacity, 1)
     assert 0 < report.first_batch_s < wall_s
     assert (report.request_bytes, report.read_ahead, report.tuned, report.lanes) == (8192, 3, [], 16)
+
+
+def test_samples_tell_of_queues_and_waits_at_work_and_in_a_stall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drawbar.input.loader._SAMPLE_S", 0.02)
+    write_set(tmp_path)
+    told: list[Event] = []
+    with loader_over(tmp_path, told=told) as loader:
+        for _ in range(40):
+            take(loader, 1)
+            time.sleep(0.005)
+        at_work = len(told)
+        held = [loader.next_batch(timeout_s=30) for _ in range(4)]
+        with pytest.raises(RunFailed):
+            loader.next_batch(timeout_s=0.5)  # no buffer is free: everything is blocked by who does not give back
+        loader.recycle(held[0])
+        loader.close()
+        stages = {stage.stage: stage for stage in loader.stages()}
+    samples = [event for event in told if isinstance(event, InputSample)]
+    assert samples == told
+    assert at_work >= 3
+    assert len(samples) - at_work >= 5
+    for sample in samples:
+        assert set(sample.busy_s) == set(sample.wait_in_s) == set(sample.wait_out_s) == set(stages)
+        assert sample.queue_capacity == {"fetch": 3, "shuffle": 16, "batch": 2}
+        assert all(0 <= sample.queued[name] <= room for name, room in sample.queue_capacity.items())
+    first, last = samples[at_work], samples[-1]
+    stalled_s = last.t - first.t
+    assert last.queued["batch"] == 0
+    for name, threads in (("fetch", 3), ("split", 1), ("decode", 2)):
+        assert last.wait_out_s[name] - first.wait_out_s[name] >= 0.5 * threads * stalled_s, name
+    for name, stage in stages.items():
+        assert 0 < last.busy_s[name] <= stage.busy_s
+        assert last.wait_out_s[name] <= stage.wait_out_s
 
 
 def test_what_the_recipe_leaves_open_is_tuned_within_the_budget_and_said(tmp_path: Path) -> None:

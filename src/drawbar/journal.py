@@ -264,6 +264,21 @@ class InputStage(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class InputSample(Event):
+    """Where a rank's input stands: about once a second, as its loop asks for a batch or waits for one, so once a step
+    where steps last longer. By stage; its `InputStage` has the same counters at the end."""
+
+    name: ClassVar[str] = "input_sample"
+    busy_s: dict[str, float]
+    """Since the loader began, summed over the stage's threads, GETs and waits under way included."""
+    wait_in_s: dict[str, float]
+    wait_out_s: dict[str, float]
+    queued: dict[str, int]
+    """Finished items in the queue behind the stage, now: bodies, records, batches."""
+    queue_capacity: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Host(Event):
     """Counters of one host, once a second. Byte and time counters are cumulative since boot."""
 
@@ -328,6 +343,7 @@ EVENTS: dict[str, type[Event]] = {
         InputTotals,
         InputReport,
         InputStage,
+        InputSample,
         Host,
         Error,
         RunEnd,
@@ -385,6 +401,7 @@ _CHECKS: dict[str, _Check] = {
     "float | None": ((float, int, type(None)), _FLOAT, None),
     "list[str]": ((list,), None, _check_strings),
     "dict[str, Any]": ((dict,), None, _check_depth),
+    "dict[str, float]": ((dict,), None, lambda values: _check_numbers(values, (int, float), *_FLOAT)),
     "dict[str, int]": ((dict,), None, lambda values: _check_numbers(values, (int,), *_INT)),
     "list[dict[str, float]]": ((list,), None, _check_rows),
 }

@@ -19,7 +19,7 @@ from drawbar.input.augment import RecordRandom
 from drawbar.input.batch import Batch, Record
 from drawbar.input.image_decoder import BadImage
 from drawbar.input.sample import SampleMaker
-from drawbar.input.stages import Stage
+from drawbar.input.stages import Stage, Times
 from drawbar.journal import BadRecord
 
 _MAX_GROUP = 8
@@ -66,7 +66,11 @@ class DecodePool:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self.stage = Stage(name="decode", threads=threads)
-        self._threads = [threading.Thread(target=self._work, name=f"decode_{i}", daemon=True) for i in range(threads)]
+        self._idle: list[tuple[float, float] | None] = [None] * threads
+        """Of each thread that waits for a task: since when, and `downstream` then."""
+        self._threads = [
+            threading.Thread(target=self._work, args=(i,), name=f"decode_{i}", daemon=True) for i in range(threads)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -74,6 +78,16 @@ class DecodePool:
     def decoded(self) -> int:
         """Images so far."""
         return self.stage.items
+
+    def times_now(self) -> Times:
+        """From any thread. What a thread decodes at the moment is left out."""
+        with self._lock:
+            busy_s, wait_in_s, wait_out_s = self.stage.busy_s, self.stage.wait_in_s, self.stage.wait_out_s
+        now_t, full_s = time.perf_counter(), self._downstream()
+        for since_t, full_then_s in filter(None, tuple(self._idle)):
+            blocked_s = min(full_s - full_then_s, now_t - since_t)
+            wait_in_s, wait_out_s = wait_in_s + now_t - since_t - blocked_s, wait_out_s + blocked_s
+        return Times(busy_s, wait_in_s, wait_out_s)
 
     def submit(self, batch: Batch) -> None:
         size = len(batch.records)
@@ -91,11 +105,13 @@ class DecodePool:
         for thread in self._threads:
             thread.join()
 
-    def _work(self) -> None:
+    def _work(self, number: int) -> None:
         stage = self.stage
         while True:
             idle_t, full_s = time.perf_counter(), self._downstream()
+            self._idle[number] = (idle_t, full_s)
             task = self._tasks.get()
+            self._idle[number] = None
             begin_t = time.perf_counter()
             full_s = min(self._downstream() - full_s, begin_t - idle_t)
             error: BaseException | None = None
