@@ -154,6 +154,10 @@ class Input(Section):
     last_batch: Literal["drop", "pad", "carry"] = "carry"
     """Records of an epoch that do not fill a global batch: left out in this epoch; filled up with records trained a
     second time, which are counted; or trained first in the next epoch. Sets whose records are not known: carry."""
+    on_bad: Literal["fail", "skip"] = "fail"
+    """A record that gives no sample, as its image cannot be decoded or its Example lacks image or label. `fail`: the
+    run ends with shard, byte offset and reason; `skip`: the next good record of its batch is trained a second time in
+    its place, and counted, so that steps and the plan stay as they are. Framing and CRC errors end a run either way."""
     seed: int = Field(default=1, ge=0, lt=2**32)
     """Order and augmentation follow from it alone."""
 
@@ -235,6 +239,10 @@ class Recipe(Section):
     def _fits_together(self) -> Recipe:
         if self.faults.slow_rank >= self.launch.ranks:
             raise ValueError(f"faults.slow_rank is {self.faults.slow_rank}, but there are {self.launch.ranks} ranks")
+        if self.input.on_bad == "skip" and self.train.batch_size < 2:
+            raise ValueError(
+                'input.on_bad = "skip" needs a train.batch_size of at least 2: another record of the batch stands in'
+            )
         return self
 
     def sha256(self) -> str:

@@ -52,7 +52,7 @@ class Feed(Protocol):
 def open_feed(
     recipe: Recipe, world: World, device: torch.device, decoders: int, record: Callable[[Event], None]
 ) -> Feed:
-    """`record` is told of every GET, and of what becomes of endpoints."""
+    """`record` is told of every GET, of what becomes of endpoints, and of records that give no sample."""
     if recipe.input.source == "constant":
         return ConstantFeed(recipe)
     return DataFeed(recipe, world, device, decoders, record)
@@ -111,7 +111,7 @@ class DataFeed:
     def __init__(
         self, recipe: Recipe, world: World, device: torch.device, decoders: int, record: Callable[[Event], None]
     ) -> None:
-        self._recipe, self._world, self._decoders = recipe, world, decoders
+        self._recipe, self._world, self._decoders, self._record = recipe, world, decoders, record
         self._pinned = device.type == "cuda"
         on_s3 = parse_url(recipe.data.url).on_s3
         url, pattern = split_pattern(recipe.data.url)
@@ -168,6 +168,7 @@ class DataFeed:
             samples=self._samples,
             decode_threads=self._decoders,
             allocate=self._allocate,
+            tell=self._record,
         )
 
     def next_batch(self) -> HostBatch:

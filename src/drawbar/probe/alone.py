@@ -144,7 +144,11 @@ def decode(rank: Rank) -> Measure:
     def measure(seconds: float) -> Passed:
         settings = rank.recipe.input
         pool = DecodePool(
-            rank.decode_threads, SampleMaker(settings), num_classes=rank.recipe.data.num_classes, seed=settings.seed
+            rank.decode_threads,
+            SampleMaker(settings),
+            num_classes=rank.recipe.data.num_classes,
+            seed=settings.seed,
+            on_bad=settings.on_bad,
         )
         side = rank.recipe.input.image_size
         buffers = itertools.cycle([np.empty((size, side, side, 3), np.uint8) for _ in range(4)])
