@@ -130,7 +130,6 @@ def synthetic_run(
                 "batch_size": batch_size,
                 "warmup_steps": warmup_steps,
                 "steps": steps,
-                "learning_rate": 0.01,
                 "display_every": 10,
             },
             "launch": {"ranks": ranks},
@@ -219,6 +218,7 @@ def _rank_events(
                 optimizer_s=optimizer_s,
                 samples=train.batch_size,
                 loss=7.0 - 0.01 * number,
+                learning_rate=0.01,
             )
         )
         own_t += seconds

@@ -176,6 +176,8 @@ class Step(Event):
     """Samples this rank trained in this step."""
     loss: float | None
     """This rank's; None where it was not fetched from the device."""
+    learning_rate: float | None = None
+    """Of weights, in this update."""
     tags: list[str] = field(default_factory=list)
     """Odd steps: `gc`, `epoch_start`."""
 

@@ -40,6 +40,9 @@ class Feed(Protocol):
     storage: dict[str, Any]
     """What the store is talked to with, environment and defaults included; no secret."""
 
+    num_records: int | None
+    """Of the data set; None where they are not known, or there is none."""
+
     def start(self) -> None:
         """Begins reading."""
 
@@ -63,6 +66,7 @@ class ConstantFeed:
 
     endpoint = ""
     dataset_sha256 = "constant"
+    num_records: int | None = None
     decoding: dict[str, Any] | None = None
     storage: dict[str, Any] = {}  # noqa: RUF012 (an instance never changes it)
 
@@ -132,6 +136,7 @@ class DataFeed:
         self._loader: Loader | None = None
         self.endpoint = self._reader.home.endpoint if recipe.storage.policy == "rank" or not on_s3 else ""
         self.dataset_sha256 = self._listing.sha256
+        self.num_records = self._listing.num_records
         self.storage = {
             "policy": recipe.storage.policy,
             "endpoints": [place.endpoint for place in places],

@@ -200,6 +200,7 @@ def copy(rank: Rank) -> Measure:
     step = TrainStep(
         torch.nn.Identity(),
         torch.optim.SGD([parameter]),
+        lambda step: 0.0,
         device=rank.device,
         dtype=dtype,
         channels_last=rank.recipe.model.channels_last,
