@@ -181,6 +181,15 @@ class Step(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Summary(Event):
+    """Rank 0 wrote to TensorBoard's event file after a step; the next step began when it had."""
+
+    name: ClassVar[str] = "summary"
+    step: int
+    write_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class InputTotals(Event):
     """What the loader of this rank did from start to drain; written once, after the last step."""
 
@@ -306,6 +315,7 @@ EVENTS: dict[str, type[Event]] = {
         Request,
         EndpointChange,
         Step,
+        Summary,
         InputTotals,
         InputReport,
         InputStage,

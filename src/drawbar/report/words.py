@@ -176,6 +176,14 @@ def reading_sentence(result: Result) -> str:
     return f"GETs of up to {size} MiB, {ahead} ahead{how}{begun}{filled}"
 
 
+def summaries_sentence(result: Result) -> str:
+    """What writing event files cost; empty where none were written."""
+    summaries = result["summaries"]
+    if summaries is None:
+        return ""
+    return f"written {plural(summaries['written'], 'time')} between steps, {number(summaries['write_s'], 2)} s in all"
+
+
 def endpoint_troubles(result: Result) -> list[str]:
     """One line for each endpoint of which there is more to say than its errors and retries."""
     lines = []

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from drawbar.config import Recipe
-from drawbar.models.build import build_model
+from drawbar.models.build import build_model, check_takes
 from drawbar.train.step import Step, TrainStep
 from drawbar.world import World
 
@@ -23,6 +23,7 @@ class Training:
 
 def build_training(recipe: Recipe, world: World, device: torch.device, dtype: torch.dtype) -> Training:
     """Needs the process group where there is more than one rank."""
+    check_takes(recipe.model.name, recipe.data.num_classes, recipe.input.image_size)
     model = build_model(recipe.model.name, recipe.data.num_classes).to(device)
     if recipe.model.channels_last:
         model = model.to(memory_format=torch.channels_last)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from drawbar.errors import RunFailed
-from drawbar.journal import JournalWriter
+from drawbar.journal import Event
 from drawbar.journal import Step as StepEvent
 from drawbar.train.batch import HostBatch
 from drawbar.train.clock import CudaClock, HostClock
@@ -25,6 +25,10 @@ _STEPS_IN_FLIGHT = 2
 
 class Batches(Protocol):
     def __call__(self) -> HostBatch: ...
+
+
+class Journal(Protocol):
+    def write(self, event: Event) -> None: ...
 
 
 class Between(Protocol):
@@ -56,7 +60,7 @@ def train(
     next_batch: Batches,
     step: Step,
     clock: HostClock | CudaClock,
-    journal: JournalWriter,
+    journal: Journal,
     settings: LoopSettings,
     on_step: Callable[[int], None],
     between: Sequence[Between] = (),
@@ -122,7 +126,7 @@ class _Pending:
     tags: list[str]
 
 
-def _finish(step: _Pending, clock: HostClock | CudaClock, journal: JournalWriter, rank: int) -> None:
+def _finish(step: _Pending, clock: HostClock | CudaClock, journal: Journal, rank: int) -> None:
     start_t, end_t = clock.resolve(step.start), clock.resolve(step.end)
     loss = float(step.loss)
     step.batch.release()
