@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from drawbar.config import Recipe
-from drawbar.models.build import build_model
+from drawbar.models.build import build_model, check_takes
 from drawbar.train.optimizer import build_optimizer
 from drawbar.train.schedule import learning_rate
 from drawbar.train.step import Step, TrainStep
@@ -28,6 +28,7 @@ def build_training(
 ) -> Training:
     """`num_records`: of the data set, None where they are not known. Needs the process group where there is more than
     one rank."""
+    check_takes(recipe.model.name, recipe.data.num_classes, recipe.input.image_size)
     model = build_model(recipe.model.name, recipe.data.num_classes).to(device)
     if recipe.model.channels_last:
         model = model.to(memory_format=torch.channels_last)
