@@ -20,11 +20,11 @@ def test_it_has_the_references_parameters_and_default_boxes() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == 19_972_534
     assert model.defaults.shape == (8732, 4)
     assert model.geometry.maps == (38, 19, 10, 5, 3, 1)
-    assert model.geometry.steps == (8, 16, 32, 64, 100, 300)
-    assert model.geometry.scales == (21, 45, 99, 153, 207, 261, 315)
-    strides = {name: layer.stride for name, layer in model.trunk.named_modules() if isinstance(layer, torch.nn.Conv2d)}
-    assert strides["layer3.0.conv1"] == (1, 1)
-    assert strides["layer2.0.conv1"] == (2, 2)
+    assert list(model.geometry.steps) == [8, 16, 32, 64, 100, 300]
+    assert list(model.geometry.scales) == [21, 45, 99, 153, 207, 261, 315]
+    layers = dict(model.trunk.named_modules())
+    strides = [layers[f"layer{stage}.0.conv1"].stride for stage in (1, 2, 3)]
+    assert strides == [(1, 1), (2, 2), (1, 1)]
 
 
 def test_every_map_has_the_cells_that_its_default_boxes_are_for() -> None:

@@ -180,7 +180,7 @@ class Model(Section):
         return name
 
 
-Pixels = Literal["imagenet", "caffe"]
+PixelScale = Literal["imagenet", "caffe"]
 
 
 class Detection(Section):
@@ -194,7 +194,7 @@ class Detection(Section):
     group_batches: int = Field(default=8, ge=1, le=1024)
     """Mask R-CNN: so many batches' records are sorted by aspect ratio and cut into batches anew, which then pad
     little. 1: batches are as they come."""
-    pixels: Pixels = "imagenet"
+    pixels: PixelScale = "imagenet"
     """`imagenet`: RGB, by ImageNet's means and deviations; `caffe`: BGR less the means, as the weights of Mask R-CNN's
     reference want them."""
     blocks: list[int] = []

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from drawbar.dataset.tfrecord import FRAME_BYTES
 from drawbar.input.libjpeg import Pixels
+from drawbar.input.target import GroundTruth, Target
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,16 +29,27 @@ class Record:
     def framed_bytes(self) -> int:
         return FRAME_BYTES + len(self.payload)
 
+    @property
+    def place(self) -> str:
+        """Where it lies, for messages."""
+        return f"{self.key} at byte {self.offset}"
+
 
 @dataclass(kw_only=True)
 class Batch:
     """Decoded samples. Give it back with `Loader.recycle` once its pixels are copied."""
 
     images: Pixels
-    """uint8, (batch, size, size, 3), RGB."""
+    """uint8, (batch, height, width, 3), RGB."""
     labels: npt.NDArray[np.int64]
-    """(batch,), from 0."""
+    """(batch,), from 0; of a detection set they are not filled."""
     records: list[Record]
+    buffer: Pixels | None = None
+    """Of which `images` are a part, where batches differ in size."""
+    targets: dict[int, Target] = field(default_factory=dict)
+    """Of a detection set in training, by the sample's number."""
+    truths: dict[int, GroundTruth] = field(default_factory=dict)
+    """Of a detection set in evaluation, by the sample's number."""
     epoch: int
     """Epoch of its last record."""
     _tasks_left: int = 0

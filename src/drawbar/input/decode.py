@@ -7,16 +7,9 @@ import threading
 import time
 from collections.abc import Callable
 
-import numpy as np
-import numpy.typing as npt
-
-from drawbar.dataset.example import parse_image_example
-from drawbar.errors import DataError
 from drawbar.input.augment import RecordRandom
 from drawbar.input.batch import Batch, Record
-from drawbar.input.image_decoder import BadImage
-from drawbar.input.libjpeg import Pixels
-from drawbar.input.sample import SampleMaker
+from drawbar.input.sample import Samples
 from drawbar.input.stages import Stage
 
 _MAX_GROUP = 8
@@ -30,15 +23,16 @@ class DecodePool:
     def __init__(
         self,
         threads: int,
-        samples: SampleMaker,
+        samples: Samples,
         *,
-        num_classes: int,
         seed: int,
         downstream: Callable[[], float] = lambda: 0.0,
+        evaluate: bool = False,
     ) -> None:
-        """`downstream`: seconds so far in which nothing could be given to the pool because its output was full."""
-        self._samples = samples
-        self._num_classes, self._seed, self._downstream = num_classes, seed, downstream
+        """`downstream`: seconds so far in which nothing could be given to the pool because its output was full.
+        `evaluate`: samples for evaluation, in which nothing is random."""
+        self._samples, self._evaluate = samples, evaluate
+        self._seed, self._downstream = seed, downstream
         self._tasks: queue.SimpleQueue[tuple[Batch, int, int] | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -82,7 +76,7 @@ class DecodePool:
                 try:
                     for i in range(start, end):
                         record = batch.records[i]
-                        self._decode(record, batch.images[i], batch.labels[i : i + 1])
+                        self._samples.fill(batch, i, None if self._evaluate else self._draws(record))
                         done, read_bytes = done + 1, read_bytes + len(record.payload)
                 except BaseException as caught:
                     error = caught
@@ -97,20 +91,5 @@ class DecodePool:
                     return
                 task[0].finish_task(error)
 
-    def _decode(self, record: Record, out: Pixels, label: npt.NDArray[np.int64]) -> None:
-        try:
-            example = parse_image_example(record.payload)
-            boxes = example.boxes if self._samples.wants_boxes else ()
-        except DataError as error:
-            raise DataError(f"{record.key} at byte {record.offset}: {error.message}") from None
-        if not 1 <= example.label <= self._num_classes:
-            raise DataError(
-                f"{record.key} at byte {record.offset}: label {example.label} is out of range 1..{self._num_classes}",
-                hint="set data.num_classes to the number of classes of this set",
-            )
-        draws = RecordRandom(self._seed, record.epoch, record.shard, record.offset)
-        try:
-            self._samples.train(example.encoded, draws, out, boxes)
-        except BadImage as error:
-            raise DataError(f"{record.key} at byte {record.offset}: cannot decode image: {error}") from None
-        label[0] = example.label - 1
+    def _draws(self, record: Record) -> RecordRandom:
+        return RecordRandom(self._seed, record.epoch, record.shard, record.offset)

@@ -32,7 +32,7 @@ from drawbar.input.libjpeg import Pixels
 from drawbar.input.plan import PlanState
 from drawbar.input.reading import Reading
 from drawbar.input.records import RecordReader
-from drawbar.input.sample import SampleMaker
+from drawbar.input.sample import SampleMaker, Samples
 from drawbar.input.sources import ReadPlan, in_turn, open_sources
 from drawbar.input.stages import Blocked, Stage
 from drawbar.journal import InputReport, InputStage, InputTotals
@@ -53,7 +53,7 @@ class Loader:
         input: Input,
         storage: Storage,
         decode_threads: int,
-        samples: SampleMaker | None = None,
+        samples: Samples | None = None,
         allocate: Callable[[tuple[int, ...]], Pixels] = lambda shape: np.empty(shape, np.uint8),
     ) -> None:
         """`allocate` makes the pixel buffers (pinned memory on a GPU host). Raises InputError for a `plan.state` that
@@ -64,7 +64,8 @@ class Loader:
         self._reading = Reading(
             request_bytes=storage.request_bytes, read_ahead=storage.read_ahead, num_lanes=self._sources.num_lanes
         )
-        shape = (plan.batch_size, input.image_size, input.image_size, 3)
+        self._samples = samples or SampleMaker(input, num_classes)
+        shape = self._samples.buffer_shape(plan.batch_size)
         self._buffers: queue.SimpleQueue[Pixels | None] = queue.SimpleQueue()
         for _ in range(input.prefetch_batches + 2):
             self._buffers.put(allocate(shape))
@@ -76,8 +77,7 @@ class Loader:
         self._fetcher = Fetcher(reader, self._reading, groups)
         self._pool = DecodePool(
             decode_threads,
-            samples or SampleMaker(input),
-            num_classes=num_classes,
+            self._samples,
             seed=input.seed,
             downstream=self._blocked.total_s,
         )
@@ -94,7 +94,10 @@ class Loader:
 
     @property
     def state(self) -> PlanState | None:
-        """Where training stands after the batches recycled so far; None for a set whose records are not known."""
+        """Where training stands after the batches recycled so far. None for a set whose records are not known, and in
+        the middle of a window that is sorted by aspect ratio."""
+        if self._trained_batches % self._samples.window_batches:
+            return None
         return self._sources.state_after(self._trained_batches)
 
     @property
@@ -123,7 +126,7 @@ class Loader:
         self._trained += len(batch.records)
         self._padded += sum(record.padding for record in batch.records)
         self._trained_bytes += batch.framed_bytes
-        self._buffers.put(batch.images)
+        self._buffers.put(batch.images if batch.buffer is None else batch.buffer)
 
     def close(self) -> InputTotals:
         """Stops, waits for every GET in flight, and accounts for what was fetched and never trained."""
@@ -195,18 +198,22 @@ class Loader:
 
     def _batches(self, records: Iterator[Record]) -> Iterator[Batch]:
         size, clock = self._plan.batch_size, time.perf_counter
+        arranged = self._arranged(records)
         while True:
             with self._blocked.here():
-                images = self._buffers.get()
-            if images is None or self._stop.is_set():
+                buffer = self._buffers.get()
+            if buffer is None or self._stop.is_set():
                 raise Stopped
             begin_t, before_s = clock(), self._records.stage.busy_s + self._fetcher.wait_s
-            taken = []
-            for record in itertools.islice(records, size):
-                self._batched_bytes += record.framed_bytes
-                taken.append(record)
+            taken = next(arranged)
             taken_t, after_s = clock(), self._records.stage.busy_s + self._fetcher.wait_s
-            batch = Batch(images=images, labels=np.empty(size, np.int64), records=taken, epoch=taken[-1].epoch)
+            batch = Batch(
+                images=self._samples.pixels(buffer, taken),
+                labels=np.empty(size, np.int64),
+                records=taken,
+                epoch=max(record.epoch for record in taken),
+                buffer=buffer,
+            )
             taken_bytes = batch.framed_bytes
             self._shuffle.look(self._records.num_held)
             self._shuffle.busy_s += taken_t - begin_t - (after_s - before_s)
@@ -216,6 +223,15 @@ class Loader:
             self._pool.submit(batch)
             self._batch.busy_s += clock() - taken_t
             yield batch
+
+    def _arranged(self, records: Iterator[Record]) -> Iterator[list[Record]]:
+        size = self._plan.batch_size
+        while True:
+            window = []
+            for record in itertools.islice(records, size * self._samples.window_batches):
+                self._batched_bytes += record.framed_bytes
+                window.append(record)
+            yield from self._samples.arrange(window, size)
 
     def _put(self, item: Batch | BaseException) -> None:
         with self._blocked.here():

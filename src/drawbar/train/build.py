@@ -9,7 +9,9 @@ from torch import nn
 
 from drawbar.config import Recipe
 from drawbar.models.build import build_model
-from drawbar.train.step import Step, TrainStep
+from drawbar.models.names import DETECTORS
+from drawbar.train.detection import DetectionTask
+from drawbar.train.step import Classification, Step, Task, TrainStep
 from drawbar.world import World
 
 
@@ -23,7 +25,7 @@ class Training:
 
 def build_training(recipe: Recipe, world: World, device: torch.device, dtype: torch.dtype) -> Training:
     """Needs the process group where there is more than one rank."""
-    model = build_model(recipe.model.name, recipe.data.num_classes).to(device)
+    model = _model(recipe).to(device)
     if recipe.model.channels_last:
         model = model.to(memory_format=torch.channels_last)
     exchanged = model
@@ -34,5 +36,21 @@ def build_training(recipe: Recipe, world: World, device: torch.device, dtype: to
     optimizer = torch.optim.SGD(
         model.parameters(), recipe.train.learning_rate, recipe.train.momentum, weight_decay=recipe.train.weight_decay
     )
-    step = TrainStep(exchanged, optimizer, device=device, dtype=dtype, channels_last=recipe.model.channels_last)
+    step = TrainStep(exchanged, optimizer, make_task(recipe, device, dtype), device=device, dtype=dtype)
     return Training(model=model, optimizer=optimizer, step=step)
+
+
+def _model(recipe: Recipe) -> nn.Module:
+    if recipe.model.name in DETECTORS:
+        # Not at the top: it takes seconds, and the trivial model does without.
+        from drawbar.models.build_detector import build_detector
+
+        return build_detector(recipe.model.name, recipe.data.num_classes, recipe.input.image_size, recipe.detection)
+    return build_model(recipe.model.name, recipe.data.num_classes)
+
+
+def make_task(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> Task:
+    channels_last = recipe.model.channels_last
+    if recipe.model.name in DETECTORS:
+        return DetectionTask(device=device, dtype=dtype, channels_last=channels_last, pixels=recipe.detection.pixels)
+    return Classification(device=device, dtype=dtype, channels_last=channels_last)

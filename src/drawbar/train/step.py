@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -33,6 +33,16 @@ class Step(Protocol):
         """Trains one batch. Returns the loss (a scalar on the device, detached) and the host's spans."""
 
 
+class Task(Protocol):
+    """What is learned: how a batch comes to the device, and the loss there."""
+
+    def to_device(self, batch: HostBatch) -> Any:
+        """uint8 pixels cross to the device and are normalised there, in the model's precision."""
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """A scalar, of what `to_device` gave."""
+
+
 class TrainStep:
     """Normalise, forward, backward (DistributedDataParallel exchanges gradients meanwhile), update."""
 
@@ -40,24 +50,20 @@ class TrainStep:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
+        task: Task,
         *,
         device: torch.device,
         dtype: torch.dtype,
-        channels_last: bool,
     ) -> None:
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizer, self._task = model, optimizer, task
         self._device, self._dtype = device, dtype
-        self._layout = torch.channels_last if channels_last else torch.contiguous_format
-        self._mean = torch.tensor(_MEAN, device=device, dtype=dtype).view(1, 3, 1, 1)
-        self._scale = 1 / torch.tensor(_STD, device=device, dtype=dtype).view(1, 3, 1, 1)
 
     def run(self, batch: HostBatch) -> tuple[torch.Tensor, Spans]:
         start = time.perf_counter()
-        images, labels = self.to_device(batch.pixels, batch.labels)
+        on_device = self._task.to_device(batch)
         copied = time.perf_counter()
         with torch.autocast(self._device.type, dtype=self._dtype, enabled=self._dtype != torch.float32):
-            logits = self._model(images)
-        loss = functional.cross_entropy(logits.float(), labels)
+            loss = self._task.loss(self._model, on_device)
         loss.backward()  # type: ignore[no-untyped-call]
         computed = time.perf_counter()
         self._optimizer.step()
@@ -65,8 +71,22 @@ class TrainStep:
         end = time.perf_counter()
         return loss.detach(), Spans(copy_s=copied - start, compute_s=computed - copied, optimizer_s=end - computed)
 
-    def to_device(self, pixels: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """uint8 crosses to the device; normalised there, in the model's precision."""
-        images = pixels.to(self._device, non_blocking=True).permute(0, 3, 1, 2)
+
+class Classification:
+    """Implements `Task` for images with a label."""
+
+    def __init__(self, *, device: torch.device, dtype: torch.dtype, channels_last: bool) -> None:
+        self._device, self._dtype = device, dtype
+        self._layout = torch.channels_last if channels_last else torch.contiguous_format
+        self._mean = torch.tensor(_MEAN, device=device, dtype=dtype).view(1, 3, 1, 1)
+        self._scale = 1 / torch.tensor(_STD, device=device, dtype=dtype).view(1, 3, 1, 1)
+
+    def to_device(self, batch: HostBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        images = batch.pixels.to(self._device, non_blocking=True).permute(0, 3, 1, 2)
         images = images.to(self._dtype, memory_format=self._layout)
-        return images.sub_(self._mean).mul_(self._scale), labels.to(self._device, non_blocking=True)
+        labels = batch.labels.to(self._device, non_blocking=True)
+        return images.sub_(self._mean).mul_(self._scale), labels
+
+    def loss(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        images, labels = batch
+        return functional.cross_entropy(model(images).float(), labels)
