@@ -101,6 +101,29 @@ def test_a_mask_is_kept_as_large_as_its_object_only() -> None:
     assert target.masks[0].pixels.size <= (xmax - xmin + 2) * (ymax - ymin + 2)
 
 
+@pytest.mark.parametrize("name", [SSD, MASK_RCNN])
+def test_evaluation_sees_the_whole_image_and_its_own_pixels(name: str) -> None:
+    samples, record = samples_of(name), spot_record(5, crowd=True, image_id=77)
+    coco = parse_coco_record(record.payload)
+    height, width = samples.size_of(coco.height, coco.width)
+    batch = Batch(
+        images=np.empty((1, 96, 160 if name == MASK_RCNN else 96, 3), np.uint8),
+        labels=np.empty(1, np.int64),
+        records=[record],
+        epoch=0,
+    )
+    samples.fill(batch, 0, None)
+    truth = batch.truths[0]
+    assert (truth.image_id, truth.height, truth.width, truth.size) == (77, 90, 140, (height, width))
+    assert np.array_equal(truth.boxes, coco.boxes)
+    assert truth.labels.tolist() == [2, 2]
+    assert truth.crowd.tolist() == [True, False]
+    assert len(truth.masks) == (2 if name == MASK_RCNN else 0)
+    rows, columns = np.nonzero(seen_at(batch.images[0, :height, :width]))
+    edges = np.array([columns.min(), rows.min(), columns.max() + 1, rows.max() + 1])
+    assert np.abs(truth.boxes[1] * np.tile([width / 140, height / 90], 2) - edges).max() < 2
+
+
 # Through the loader
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from drawbar.journal import InputTotals, Step, read_run
+from tests.detection_ranks import evaluate
 from tests.detection_set import NUM_CLASSES, pack_scenes
 from tests.drawbar_process import Finished, drawbar
 from tests.small_set import write_set
@@ -88,6 +92,19 @@ def test_two_ranks_train_a_detector(tmp_path: Path, scenes: Path, name: str, sou
     if source == "data":
         for total in totals:
             assert total.received_bytes == total.trained_bytes + total.discarded_bytes
+
+
+@pytest.mark.run
+def test_three_ranks_agree_with_one_on_average_precision(tmp_path: Path) -> None:
+    commands = [
+        [sys.executable, "-m", "tests.detection_ranks", str(rank), "3", str(tmp_path / "store")] for rank in range(3)
+    ]
+    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
+    answers = [json.loads(rank.communicate(timeout=100)[0].splitlines()[-1]) for rank in ranks]
+    alone = evaluate(0, 1, None)
+    assert answers == [alone] * 3
+    assert set(alone) == {"box_ap", "mask_ap"}
+    assert all(0.3 < value < 1 for value in alone.values())
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,9 @@ class Detection(Section):
     group_batches: int = Field(default=8, ge=1, le=1024)
     """Mask R-CNN: so many batches' records are sorted by aspect ratio and cut into batches anew, which then pad
     little. 1: batches are as they come."""
+    augment: Literal["ssd", "flip"] = "ssd"
+    """SSD: the reference's random crop, flip and colour jitter; or flips alone, for sets that show objects at the sizes
+    at which they are to be found. Mask R-CNN's images are only flipped."""
     pixels: PixelScale = "imagenet"
     """`imagenet`: RGB, by ImageNet's means and deviations; `caffe`: BGR less the means, as the weights of Mask R-CNN's
     reference want them."""
@@ -202,7 +205,8 @@ class Detection(Section):
     channels: int = Field(default=64, ge=8, le=256)
     """Of the first stage of such a trunk and in proportion of SSD's further layers; each stage has twice the last's."""
     norm: Literal["model", "batch", "frozen", "group"] = "model"
-    """`model`: SSD batch norm, Mask R-CNN frozen batch norm, which needs trained weights to be of use."""
+    """`model`: SSD's trunk batch norm, its further layers none, Mask R-CNN frozen batch norm, which both need trained
+    weights to be of use; others: of every layer but the last ones."""
     head_channels: int = Field(default=256, ge=8, le=1024)
     """Mask R-CNN: of pyramid, proposal and mask layers."""
     head_features: int = Field(default=1024, ge=8, le=4096)

@@ -62,6 +62,8 @@ class DetectionSamples:
     fixed_size: int = 0
     short_side: int = detection.SHORT_SIDE
     long_side: int = detection.LONG_SIDE
+    crop: bool = True
+    """SSD's random crop and colour jitter, or the whole image."""
     with_masks: bool = False
     window_batches: int = 1
     seed: int = 0
@@ -124,12 +126,12 @@ class DetectionSamples:
         of_interest = ~record.crowd
         boxes, window = record.boxes[of_interest], whole
         kept = np.ones(len(boxes), np.bool_)
-        if self.fixed_size:
+        if self.fixed_size and self.crop:
             crop = detection.ssd_crop(record.height, record.width, boxes, random)
             window, kept = crop.window, crop.kept
         flip = random.random() < 0.5
         self._decode(record, Placement(window, window, flip), out)
-        if self.fixed_size:
+        if self.fixed_size and self.crop:
             jitter_colours(out, random)
         numbers = np.flatnonzero(of_interest)[kept]
         moved = self._moved(boxes[kept], window, flip, out)

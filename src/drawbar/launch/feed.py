@@ -127,6 +127,7 @@ def make_samples(recipe: Recipe, category_map: Mapping[str, int]) -> Samples:
         fixed_size=0 if name == MASK_RCNN else input.image_size,
         short_side=settings.short_side,
         long_side=settings.long_side,
+        crop=settings.augment == "ssd",
         with_masks=name == MASK_RCNN,
         window_batches=settings.group_batches if name == MASK_RCNN else 1,
         seed=input.seed,

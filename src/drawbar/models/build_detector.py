@@ -19,7 +19,7 @@ def build_detector(name: str, num_classes: int, image_size: int, settings: Detec
             size=image_size,
             blocks=settings.blocks,
             channels=settings.channels,
-            norm="batch" if settings.norm == "model" else settings.norm,
+            norm=None if settings.norm == "model" else settings.norm,
             scales=settings.box_sizes,
             detections=settings.detections or ssd.REFERENCE_DETECTIONS,
         )

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torchvision.ops import batched_nms, box_convert, box_iou
 
 from drawbar.models.detector import Found, Objects, Size
-from drawbar.models.trunk import Norm, ResidualTrunk
+from drawbar.models.trunk import Norm, ResidualTrunk, norm_layer
 
 REFERENCE_SIZE = 300
 REFERENCE_SCALES = (21, 45, 99, 153, 207, 261, 315)
@@ -169,27 +169,24 @@ class SSD(nn.Module):
         size: int = REFERENCE_SIZE,
         blocks: Sequence[int] = (),
         channels: int = 64,
-        norm: Norm = "batch",
+        norm: Norm | None = None,
         scales: Sequence[float] = (),
         detections: int = REFERENCE_DETECTIONS,
     ) -> None:
+        """`norm` of the trunk and of the further maps' layers; None: batch norm in the trunk alone, as the reference
+        has it, which begins with a trained trunk."""
         super().__init__()
         self._classes, self._detections = num_classes + 1, detections
         self.geometry = Geometry.of(size, scales)
-        self.trunk = ResidualTrunk(tuple(blocks) or _TRUNK_BLOCKS, _TRUNK_STRIDES, channels, norm)
+        self.trunk = ResidualTrunk(tuple(blocks) or _TRUNK_BLOCKS, _TRUNK_STRIDES, channels, norm or "batch")
         map_channels = [self.trunk.out_channels[-1]]
         self.extra = nn.ModuleList()
         for pair, unpadded, cells in zip(_EXTRA_CHANNELS, _UNPADDED, self.geometry.maps, strict=False):
             between, after = (width * channels // 64 for width in pair)
             stride, padding = (1, 0) if unpadded and cells >= 3 else (2, 1)
-            self.extra.append(
-                nn.Sequential(
-                    nn.Conv2d(map_channels[-1], between, kernel_size=1),
-                    nn.ReLU(inplace=True),
-                    nn.Conv2d(between, after, kernel_size=3, stride=stride, padding=padding),
-                    nn.ReLU(inplace=True),
-                )
-            )
+            narrowing = nn.Conv2d(map_channels[-1], between, kernel_size=1)
+            reducing = nn.Conv2d(between, after, kernel_size=3, stride=stride, padding=padding)
+            self.extra.append(nn.Sequential(*_activated(narrowing, norm), *_activated(reducing, norm)))
             map_channels.append(after)
         counts = self.geometry.boxes_per_cell()
         heads = list(zip(map_channels, counts, strict=True))
@@ -249,6 +246,11 @@ class SSD(nn.Module):
         return Found(
             boxes=boxes[kept], scores=score[kept], labels=classes[kept] + 1, masks=score.new_zeros((0, 1, 28, 28))
         )
+
+
+def _activated(convolution: nn.Conv2d, norm: Norm | None) -> list[nn.Module]:
+    between = [norm_layer(norm)(convolution.out_channels)] if norm else []
+    return [convolution, *between, nn.ReLU(inplace=True)]
 
 
 def _by_box(cells: Tensor, values: int) -> Tensor:
