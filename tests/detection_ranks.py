@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from drawbar.models.detector import Found, Size
 from drawbar.train.batch import HostBatch
 from drawbar.train.detection_evaluation import DetectionEvaluation
-from tests.test_detection_task import host_batch, spots, task
+from tests.test_detection_training import host_batch, objective, spots
 
 IMAGES = 13
 
@@ -48,7 +48,7 @@ def evaluate(rank: int, ranks: int, control: dist.ProcessGroup | None) -> dict[s
         for number in range(rank, IMAGES, ranks):
             yield host_batch([], pixels[number : number + 1], truths[number : number + 1])
 
-    evaluation = DetectionEvaluation(Threshold(), task(), batches, num_classes=2, with_masks=True, control=control)
+    evaluation = DetectionEvaluation(Threshold(), objective(), batches, num_classes=2, with_masks=True, control=control)
     return evaluation.run(1)
 
 

@@ -9,8 +9,9 @@ A feeder thread drives these generators and puts batches that are being decoded 
 for the oldest. The order of records follows from the seed alone, whatever threads and requests do.
 
 Memory is bounded whatever the size of the set: `(lanes of the rank + read_ahead + 1) * request_bytes` of bodies,
-`shuffle_buffer / world_size` records, and `prefetch_batches + 2` batches of pixels and of encoded records. Beside that
-only what is known of the records grows with the set: about 70 bytes each.
+`shuffle_buffer / world_size` records, `prefetch_batches + 2` batches of pixels and of encoded records, and a window of
+records that are arranged together (`sample.Samples`). Beside that only what is known of the records grows with the set:
+about 70 bytes each.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ of the MLPerf reference (facts: anchors 32 to 512, 2,000 proposals, 512 regions 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torchvision.models import resnet
@@ -72,18 +72,27 @@ class MaskRCNN(nn.Module):
             mask_predictor=MaskRCNNPredictor(head_channels, head_channels, classes),
         )
         self.backbone, self.rpn, self.roi_heads = parts.backbone, parts.rpn, parts.roi_heads
+        # Boxes are worked out in their type, and bf16 has no coordinates beyond 256 but every second one.
+        for layers in (self.rpn.head, self.roi_heads.box_predictor, self.roi_heads.mask_predictor):
+            layers.register_forward_hook(lambda layers, inputs, output: _as_float32(output))
 
     def forward(
         self, images: Tensor, sizes: Sequence[Size], targets: Sequence[Objects] | None = None
     ) -> dict[str, Tensor] | list[Found]:
         """See `Detector`; the losses have torchvision's names."""
         batch = ImageList(images, list(sizes))
+        # Anchors take their type from these.
         features = {name: level.float() for name, level in self.backbone(images).items()}
         proposals, of_proposals = self.rpn(batch, features, targets)
         found, of_heads = self.roi_heads(features, proposals, batch.image_sizes, targets)
         if targets is not None:
             return {**of_proposals, **of_heads}
         return cast(list[Found], found)
+
+
+def _as_float32(output: Any) -> Any:
+    """Of a tensor, or a nest of lists and tuples of tensors."""
+    return output.float() if isinstance(output, Tensor) else type(output)(map(_as_float32, output))
 
 
 def _backbone(blocks: Sequence[int], channels: int, norm: Norm, head_channels: int) -> BackboneWithFPN:

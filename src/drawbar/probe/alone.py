@@ -28,7 +28,7 @@ from drawbar.input.sources import in_turn, open_sources
 from drawbar.journal import Event
 from drawbar.launch.environment import decode_threads, threads_per_rank
 from drawbar.launch.feed import ConstantFeed, DataFeed, open_feed
-from drawbar.train.build import make_task
+from drawbar.train.build import make_objective
 from drawbar.train.precision import choose_precision
 from drawbar.world import World
 
@@ -189,13 +189,13 @@ def copy(rank: Rank) -> Measure:
     """One made-up batch to the device again and again, and normalised there. No input, no model."""
     pixels = ConstantFeed(rank.recipe).next_batch()
     dtype = choose_precision(rank.recipe.model.precision, rank.device)
-    task = make_task(rank.recipe, rank.device, dtype)
+    objective = make_objective(rank.recipe, rank.device, dtype)
 
     def measure(seconds: float) -> Passed:
         copied = 0
         clock = _Clock(seconds)
         while not clock.is_over():
-            task.to_device(pixels)
+            objective.to_device(pixels)
             if rank.device.type == "cuda":
                 torch.cuda.synchronize()  # the copy is what is measured, not its launch
             copied += 1

@@ -10,8 +10,9 @@ from torch import nn
 from drawbar.config import Recipe
 from drawbar.models.build import build_model
 from drawbar.models.names import DETECTORS
-from drawbar.train.detection import DetectionTask
-from drawbar.train.step import Classification, Step, Task, TrainStep
+from drawbar.train.detection import DetectionObjective
+from drawbar.train.objective import Classification, Objective
+from drawbar.train.step import Step, TrainStep
 from drawbar.world import World
 
 
@@ -36,7 +37,7 @@ def build_training(recipe: Recipe, world: World, device: torch.device, dtype: to
     optimizer = torch.optim.SGD(
         model.parameters(), recipe.train.learning_rate, recipe.train.momentum, weight_decay=recipe.train.weight_decay
     )
-    step = TrainStep(exchanged, optimizer, make_task(recipe, device, dtype), device=device, dtype=dtype)
+    step = TrainStep(exchanged, optimizer, make_objective(recipe, device, dtype), device=device, dtype=dtype)
     return Training(model=model, optimizer=optimizer, step=step)
 
 
@@ -49,8 +50,10 @@ def _model(recipe: Recipe) -> nn.Module:
     return build_model(recipe.model.name, recipe.data.num_classes)
 
 
-def make_task(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> Task:
+def make_objective(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> Objective:
     channels_last = recipe.model.channels_last
     if recipe.model.name in DETECTORS:
-        return DetectionTask(device=device, dtype=dtype, channels_last=channels_last, pixels=recipe.detection.pixels)
+        return DetectionObjective(
+            device=device, dtype=dtype, channels_last=channels_last, pixels=recipe.detection.pixels
+        )
     return Classification(device=device, dtype=dtype, channels_last=channels_last)

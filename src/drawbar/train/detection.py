@@ -30,8 +30,8 @@ class DetectionBatch(NamedTuple):
     targets: list[Objects]
 
 
-class DetectionTask:
-    """Implements `step.Task`."""
+class DetectionObjective:
+    """Implements `objective.Objective`."""
 
     def __init__(self, *, device: torch.device, dtype: torch.dtype, channels_last: bool, pixels: PixelScale) -> None:
         self._device, self._dtype = device, dtype
@@ -50,9 +50,14 @@ class DetectionTask:
         targets = [self._objects(target, images.shape[-2:]) for target in batch.targets]
         return DetectionBatch(images, [target.size for target in batch.targets], targets)
 
-    def loss(self, model: nn.Module, batch: DetectionBatch) -> Tensor:
+    def split(self, inputs: DetectionBatch, parts: int) -> list[DetectionBatch]:
+        size = len(inputs.images) // parts
+        slices = [slice(start, start + size) for start in range(0, len(inputs.images), size)]
+        return [DetectionBatch(inputs.images[part], inputs.sizes[part], inputs.targets[part]) for part in slices]
+
+    def loss(self, model: nn.Module, inputs: DetectionBatch) -> Tensor:
         """The sum of the model's losses."""
-        losses = cast(dict[str, Tensor], model(*batch))
+        losses = cast(dict[str, Tensor], model(*inputs))
         return torch.stack([loss.float() for loss in losses.values()]).sum()
 
     def normalise(self, pixels: Tensor, sizes: Sequence[Size]) -> Tensor:

@@ -23,7 +23,7 @@ from drawbar.train.coco_ap import (
     average_precision,
     encode_mask,
 )
-from drawbar.train.detection import DetectionTask
+from drawbar.train.detection import DetectionObjective
 
 _PASTED_AT_ONCE = 10
 """Masks: each is a float for every pixel of its image for a moment."""
@@ -36,7 +36,7 @@ class DetectionEvaluation:
     def __init__(
         self,
         model: nn.Module,
-        task: DetectionTask,
+        objective: DetectionObjective,
         batches: Callable[[], Iterable[HostBatch]],
         *,
         num_classes: int,
@@ -45,7 +45,7 @@ class DetectionEvaluation:
     ) -> None:
         """`batches` gives this rank's part of the set, each time anew, with `truths`. `control`: a CPU group of all
         ranks; None: there is one rank alone. Raises EnvironmentUnfit without pycocotools."""
-        self._model, self._task, self._batches = model, task, batches
+        self._model, self._objective, self._batches = model, objective, batches
         self._num_classes, self._control = num_classes, control
         self._kinds = tuple(METRICS) if with_masks else ("bbox",)
         self.metrics = tuple(METRICS[kind] for kind in self._kinds)
@@ -71,8 +71,8 @@ class DetectionEvaluation:
 
     def _detect(self, batch: HostBatch) -> list[Found]:
         sizes = [truth.size for truth in batch.truths]
-        with torch.inference_mode(), self._task.autocast():
-            images = self._task.normalise(batch.pixels, sizes)
+        with torch.inference_mode(), self._objective.autocast():
+            images = self._objective.normalise(batch.pixels, sizes)
             return cast(list[Found], self._model(images, sizes))
 
     def _agreed(self, matches: Matches) -> dict[str, float]:

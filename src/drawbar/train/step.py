@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from drawbar.train.batch import HostBatch
-
-# ImageNet's channel means and standard deviations, of pixels 0..255.
-_MEAN = (123.68, 116.78, 103.94)
-_STD = (58.4, 57.1, 57.4)
+from drawbar.train.objective import Objective
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,16 +29,6 @@ class Step(Protocol):
         """Trains one batch. Returns the loss (a scalar on the device, detached) and the host's spans."""
 
 
-class Task(Protocol):
-    """What is learned: how a batch comes to the device, and the loss there."""
-
-    def to_device(self, batch: HostBatch) -> Any:
-        """uint8 pixels cross to the device and are normalised there, in the model's precision."""
-
-    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """A scalar, of what `to_device` gave."""
-
-
 class TrainStep:
     """Normalise, forward, backward (DistributedDataParallel exchanges gradients meanwhile), update."""
 
@@ -50,43 +36,23 @@ class TrainStep:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        task: Task,
+        objective: Objective,
         *,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self._model, self._optimizer, self._task = model, optimizer, task
+        self._model, self._optimizer, self._objective = model, optimizer, objective
         self._device, self._dtype = device, dtype
 
     def run(self, batch: HostBatch) -> tuple[torch.Tensor, Spans]:
         start = time.perf_counter()
-        on_device = self._task.to_device(batch)
+        on_device = self._objective.to_device(batch)
         copied = time.perf_counter()
         with torch.autocast(self._device.type, dtype=self._dtype, enabled=self._dtype != torch.float32):
-            loss = self._task.loss(self._model, on_device)
+            loss = self._objective.loss(self._model, on_device)
         loss.backward()  # type: ignore[no-untyped-call]
         computed = time.perf_counter()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         end = time.perf_counter()
         return loss.detach(), Spans(copy_s=copied - start, compute_s=computed - copied, optimizer_s=end - computed)
-
-
-class Classification:
-    """Implements `Task` for images with a label."""
-
-    def __init__(self, *, device: torch.device, dtype: torch.dtype, channels_last: bool) -> None:
-        self._device, self._dtype = device, dtype
-        self._layout = torch.channels_last if channels_last else torch.contiguous_format
-        self._mean = torch.tensor(_MEAN, device=device, dtype=dtype).view(1, 3, 1, 1)
-        self._scale = 1 / torch.tensor(_STD, device=device, dtype=dtype).view(1, 3, 1, 1)
-
-    def to_device(self, batch: HostBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        images = batch.pixels.to(self._device, non_blocking=True).permute(0, 3, 1, 2)
-        images = images.to(self._dtype, memory_format=self._layout)
-        labels = batch.labels.to(self._device, non_blocking=True)
-        return images.sub_(self._mean).mul_(self._scale), labels
-
-    def loss(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        images, labels = batch
-        return functional.cross_entropy(model(images).float(), labels)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 import torch
+from torchvision.models.detection.image_list import ImageList
 
 from drawbar.config import Data, Detection, Input, Model, PixelScale, Recipe, Train
 from drawbar.dataset.coco_mask import decode_counts, expand_counts
@@ -16,15 +17,15 @@ from drawbar.models.names import DETECTORS, MASK_RCNN, SSD
 from drawbar.models.trunk import ResidualTrunk
 from drawbar.train.batch import HostBatch
 from drawbar.train.build import build_training
-from drawbar.train.detection import DetectionTask
+from drawbar.train.detection import DetectionObjective
 from drawbar.train.detection_evaluation import DetectionEvaluation, in_image
 from drawbar.world import World
 
 CPU = torch.device("cpu")
 
 
-def task(pixels: PixelScale = "imagenet") -> DetectionTask:
-    return DetectionTask(device=CPU, dtype=torch.float32, channels_last=True, pixels=pixels)
+def objective(pixels: PixelScale = "imagenet") -> DetectionObjective:
+    return DetectionObjective(device=CPU, dtype=torch.float32, channels_last=True, pixels=pixels)
 
 
 def host_batch(targets: list[Target], pixels: torch.Tensor, truths: Sequence[GroundTruth] = ()) -> HostBatch:
@@ -34,13 +35,13 @@ def host_batch(targets: list[Target], pixels: torch.Tensor, truths: Sequence[Gro
 
 def test_pixels_are_normalised_and_padding_is_the_mean() -> None:
     pixels = torch.full((1, 32, 64, 3), 255, dtype=torch.uint8)
-    images = task().normalise(pixels, [(20, 50)])
+    images = objective().normalise(pixels, [(20, 50)])
     expected = (255 - torch.tensor([123.675, 116.28, 103.53])) / torch.tensor([58.395, 57.12, 57.375])
     assert torch.allclose(images[0, :, 19, 49], expected, atol=1e-4)
     assert not images[0, :, 20:].any()
     assert not images[0, :, :, 50:].any()
     colours = torch.tensor([10, 20, 30], dtype=torch.uint8).expand(1, 32, 64, 3)
-    blue_first = task(pixels="caffe").normalise(colours, [(32, 64)])[0, :, 0, 0]
+    blue_first = objective(pixels="caffe").normalise(colours, [(32, 64)])[0, :, 0, 0]
     assert torch.allclose(blue_first, torch.tensor([30 - 102.9801, 20 - 115.9465, 10 - 122.7717]), atol=1e-4)
 
 
@@ -52,7 +53,7 @@ def test_masks_come_to_their_place_on_the_device() -> None:
         labels=np.array([3, 1]),
         masks=[Mask(3, 4, shape), Mask(0, 0, shape[:, :0])],
     )
-    batch = task().to_device(host_batch([target], torch.zeros((1, 32, 32, 3), dtype=torch.uint8)))
+    batch = objective().to_device(host_batch([target], torch.zeros((1, 32, 32, 3), dtype=torch.uint8)))
     (objects,) = batch.targets
     assert objects["masks"].shape == (2, 32, 32)
     assert np.array_equal(objects["masks"][0, 3:5, 4:7].numpy(), shape)
@@ -171,7 +172,7 @@ def evaluation_of(
             part = slice(first, first + 3)
             yield host_batch([], pixels[part], truths[part])
 
-    return DetectionEvaluation(model, task(), batches, num_classes=2, with_masks=with_masks)
+    return DetectionEvaluation(model, objective(), batches, num_classes=2, with_masks=with_masks)
 
 
 @pytest.mark.parametrize(("name", "steps"), [(SSD, 120), (MASK_RCNN, 120)])
@@ -220,3 +221,41 @@ def test_boxes_and_masks_come_back_in_the_images_own_pixels() -> None:
     assert mask[14:49, 52:98].all()
     assert not mask[:11].any()
     assert not mask[:, 103:].any()
+
+
+@pytest.mark.parametrize("empty", [[0], [0, 1]])
+def test_mask_rcnn_trains_images_without_objects(empty: list[int]) -> None:
+    torch.manual_seed(2)
+    pixels, targets, _ = spots(2)
+    for number in empty:
+        targets[number] = Target(size=(96, 96), boxes=np.zeros((0, 4), np.float32), labels=np.zeros(0, np.int64))
+    training = build_training(small_recipe(MASK_RCNN), World.detect({}), CPU, torch.float32)
+    losses = [float(training.step.run(host_batch(targets, pixels))[0]) for _ in range(3)]
+    assert all(0 < loss < 100 for loss in losses)
+
+
+def test_a_batch_in_parts_has_the_mean_of_their_losses() -> None:
+    torch.manual_seed(2)
+    pixels, targets, _ = spots(4)
+    training = build_training(small_recipe(SSD), World.detect({}), CPU, torch.float32)
+    whole = objective().to_device(host_batch(targets, pixels))
+    parts = objective().split(whole, 2)
+    assert [len(part.images) for part in parts] == [len(part.targets) for part in parts] == [2, 2]
+    losses = [objective().loss(training.model, part).item() for part in parts]
+    assert sum(losses) / 2 == pytest.approx(objective().loss(training.model, whole).item(), rel=1e-5)
+
+
+def test_boxes_are_worked_out_in_fp32_whatever_the_models_precision() -> None:
+    torch.manual_seed(3)
+    settings = SMALL[MASK_RCNN]
+    model = MaskRCNN(2, blocks=settings.blocks, channels=8, norm="group", head_channels=16, head_features=16).eval()
+    images = torch.randn(1, 3, 320, 640)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        features = {name: level.float() for name, level in model.backbone(images).items()}
+        assert next(iter(model.backbone(images).values())).dtype == torch.bfloat16
+        proposals, _ = model.rpn(ImageList(images, [(320, 640)]), features, None)
+        found = model(images, [(320, 640)])
+    assert proposals[0].dtype == torch.float32
+    far = proposals[0][:, 2][proposals[0][:, 2] > 300]
+    assert (far != far.bfloat16().float()).any()
+    assert found[0]["boxes"].dtype == found[0]["masks"].dtype == torch.float32
