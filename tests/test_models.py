@@ -18,6 +18,7 @@ from drawbar.models.build import build_model, check_takes
 from drawbar.models.figures import figures_of
 from drawbar.models.names import MODEL_NAMES, find_model
 from drawbar.train.batch import HostBatch
+from drawbar.train.objective import Classification
 from drawbar.train.step import TrainStep
 from tests.drawbar_process import drawbar
 
@@ -104,7 +105,7 @@ def bottleneck_strides(name: str) -> list[tuple[int, int]]:
     """(first 1x1, 3x3) of the blocks that halve the image."""
     with torch.device("meta"):
         blocks = [m for m in build_model(name, 10).modules() if hasattr(m, "conv3")]
-    strides = [(int(b.conv1.stride[0]), int(b.conv2.stride[0])) for b in blocks]  # type: ignore[index,union-attr]
+    strides = [(int(b.conv1.stride[0]), int(b.conv2.stride[0])) for b in blocks]  # type: ignore[index]
     return [pair for pair in strides if pair != (1, 1)]
 
 
@@ -158,10 +159,12 @@ def test_each_family_trains(name: str, size: int) -> None:
         lambda *_: gradients.append(sum(parameter.grad is not None for parameter in model.parameters()))
     )
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    step = TrainStep(model, optimizer, device=torch.device("cpu"), dtype=torch.float32, channels_last=True)
+    device, dtype = torch.device("cpu"), torch.float32
+    objective = Classification(device=device, dtype=dtype, channels_last=True)
+    step = TrainStep(model, optimizer, objective, lambda step: 0.01, device=device, dtype=dtype)
     pixels = torch.randint(0, 256, (2, size, size, 3), dtype=torch.uint8)
-    loss, _ = step.run(HostBatch(pixels=pixels, labels=torch.tensor([1, 2]), epoch=0, release=lambda: None))
-    assert torch.isfinite(loss)
+    trained = step.run(HostBatch(pixels=pixels, labels=torch.tensor([1, 2]), epoch=0, release=lambda: None))
+    assert torch.isfinite(trained.loss)
     assert gradients == [len(before)]
     assert any(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 

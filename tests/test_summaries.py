@@ -148,7 +148,7 @@ def train(folder: Path, verbosity: int, *, loss: float | None = 1.5) -> Kept:
         model(torch.randn(8, 40)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        spans = {"data_wait_s": 0.0, "copy_s": 0.0, "compute_s": 0.5, "optimizer_s": 0.0}
+        spans: dict[str, Any] = {"data_wait_s": 0.0, "copy_s": 0.0, "compute_s": 0.5, "optimizer_s": 0.0}
         event: Event = Step(
             step=number, warmup=False, start_t=number, end_t=number + 0.5, samples=8, loss=loss, **spans
         )

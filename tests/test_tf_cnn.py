@@ -86,13 +86,13 @@ def test_the_ecs_studys_command_line_becomes_its_recipe(study_line: str) -> None
     assert recipe.summaries.dir == "/imagenet-scratch/train_dir/2021-01-02-03-04-05-resnet50"
     assert (recipe.summaries.verbosity, recipe.summaries.every_steps) == (1, 0)
     assert (optimizer(recipe, "momentum"), optimizer(recipe, "weight_decay")) == (0.0, 4e-5)
-    assert recipe.model.precision == ("fp16" if FP16 else "fp32")
+    assert str(recipe.model.precision) == ("fp16" if FP16 else "fp32")
 
 
 def test_a_format_that_recipes_lack_is_refused_and_never_ignored() -> None:
     """fp32 figures under the name of fp16 would be wrong silently."""
     if FP16:
-        assert read("--use_fp16", ignore_unknown=True).recipe.model.precision == "fp16"
+        assert str(read("--use_fp16", ignore_unknown=True).recipe.model.precision) == "fp16"
     else:
         with pytest.raises(InputError, match=r"does not do --use_fp16 \(recipes have no model.precision = fp16\)"):
             read("--use_fp16", ignore_unknown=True)

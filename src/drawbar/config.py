@@ -184,6 +184,60 @@ class Model(Section):
         return name
 
 
+PixelScale = Literal["imagenet", "caffe"]
+
+
+class Detection(Section):
+    """Of the models that find objects, `ssd_resnet34` and `maskrcnn_resnet50_fpn`. Defaults are MLPerf's; the small
+    variants that a CPU can train have their own trunk, heads and sizes."""
+
+    short_side: int = Field(default=800, ge=32, le=4096)
+    """Mask R-CNN: what an image's short side becomes, or less, so that the long one is within `long_side`. SSD sees
+    squares of `input.image_size`."""
+    long_side: int = Field(default=1333, ge=32, le=4096)
+    group_batches: int = Field(default=8, ge=1, le=1024)
+    """Mask R-CNN: so many batches' records are sorted by aspect ratio and cut into batches anew, which then pad
+    little. 1: batches are as they come."""
+    augment: Literal["ssd", "flip"] = "ssd"
+    """SSD: the reference's random crop, flip and colour jitter; or flips alone, for sets that show objects at the sizes
+    at which they are to be found. Mask R-CNN's images are only flipped."""
+    pixels: PixelScale = "imagenet"
+    """`imagenet`: RGB, by ImageNet's means and deviations; `caffe`: BGR less the means, as the weights of Mask R-CNN's
+    reference want them."""
+    blocks: list[int] = []
+    """Basic residual blocks in each stage of a trunk (SSD 3, Mask R-CNN 4 stages); empty: the model's own trunk."""
+    channels: int = Field(default=64, ge=8, le=256)
+    """Of the first stage of such a trunk and in proportion of SSD's further layers; each stage has twice the last's."""
+    norm: Literal["model", "batch", "frozen", "group"] = "model"
+    """`model`: SSD's trunk batch norm, its further layers none, Mask R-CNN frozen batch norm, which both need trained
+    weights to be of use; others: of every layer but the last ones."""
+    head_channels: int = Field(default=256, ge=8, le=1024)
+    """Mask R-CNN: of pyramid, proposal and mask layers."""
+    head_features: int = Field(default=1024, ge=8, le=4096)
+    """Mask R-CNN: of the two layers behind a region's box."""
+    box_sizes: list[int] = []
+    """Sides of default boxes (SSD, 7) or anchors (Mask R-CNN, 5), in pixels of the sample, ascending; empty: the
+    model's own, of SSD in proportion to the image size."""
+    proposals: int = Field(default=2000, ge=1, le=10000)
+    """Mask R-CNN: of an image in training; half of it in evaluation."""
+    regions: int = Field(default=512, ge=4, le=4096)
+    """Mask R-CNN: sampled of an image for the heads' loss, up to a quarter of them positive."""
+    detections: int = Field(default=0, ge=0, le=1000)
+    """Kept of an image; 0: the model's own, SSD 200, Mask R-CNN 100."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Detection:
+        if self.long_side < self.short_side:
+            raise ValueError(f"long_side is {self.long_side}, less than short_side, which is {self.short_side}")
+        if self.blocks and (len(self.blocks) not in (3, 4) or min(self.blocks) < 1):
+            raise ValueError(f"blocks is {self.blocks}: expected 3 counts (SSD) or 4 (Mask R-CNN), each at least 1")
+        if self.box_sizes and (
+            len(self.box_sizes) not in (5, 7) or sorted({1, *self.box_sizes})[-len(self.box_sizes) :] != self.box_sizes
+        ):
+            raise ValueError(f"box_sizes is {self.box_sizes}: expected 7 (SSD) or 5 (Mask R-CNN) ascending sides")
+        return self
+
+
 class Train(Section):
     batch_size: int = Field(default=32, ge=1)
     """Per rank."""
@@ -323,6 +377,7 @@ class Recipe(Section):
     storage: Storage = Storage()
     input: Input = Input()
     model: Model = Model()
+    detection: Detection = Detection()
     train: Train = Train()
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
@@ -343,7 +398,20 @@ class Recipe(Section):
             # Everybody who reads the recipe later sees the number. A frozen model is filled in through its dict.
             size = find_model(self.model.name).image_size
             self.__dict__["input"] = self.input.model_copy(update={"image_size": size})
+        self._check_detection()
         return self
+
+    def _check_detection(self) -> None:
+        from drawbar.models.names import DETECTORS, MASK_RCNN
+
+        name, settings = self.model.name, self.detection
+        if name not in DETECTORS:
+            return
+        stages, sides = (4, 5) if name == MASK_RCNN else (3, 7)
+        if len(settings.blocks) not in (0, stages):
+            raise ValueError(f"detection.blocks is {settings.blocks}: {name} has {stages} stages")
+        if len(settings.box_sizes) not in (0, sides):
+            raise ValueError(f"detection.box_sizes is {settings.box_sizes}: {name} needs {sides} sides")
 
     def sha256(self) -> str:
         """Of the canonical JSON, equal on all ranks. Where the embedded store lies and where event files go is no part

@@ -197,6 +197,7 @@ class BadRecord(Event):
     """`input.on_bad`: what became of it."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Summary(Event):
     """Rank 0 wrote to TensorBoard's event file after a step; the next step began when it had."""
 

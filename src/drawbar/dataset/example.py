@@ -141,6 +141,12 @@ def decode_example(payload: bytes) -> dict[str, Decoded]:
     return {key: _decode_feature(payload, *span) for key, span in _feature_spans(payload).items()}
 
 
+def decode_features(payload: bytes, keys: Sequence[str]) -> dict[str, Decoded]:
+    """As `decode_example`, of these keys alone and without copying the others; a key that is not there is left out."""
+    spans = _feature_spans(payload)
+    return {key: _decode_feature(payload, *spans[key]) for key in keys if key in spans}
+
+
 def _feature_spans(payload: bytes) -> dict[str, tuple[int, int]]:
     """Byte range of each Feature message, by key. Takes any field order; the last of equal keys wins."""
     spans = {}

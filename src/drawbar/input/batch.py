@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from drawbar.dataset.tfrecord import FRAME_BYTES
+from drawbar.errors import DataError
 from drawbar.input.libjpeg import Pixels
+from drawbar.input.target import GroundTruth, Target
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,17 +33,37 @@ class Record:
     def framed_bytes(self) -> int:
         return FRAME_BYTES + len(self.payload)
 
+    @property
+    def place(self) -> str:
+        """Where it lies, for messages."""
+        return f"{self.key} at byte {self.offset}"
+
+
+class NoSample(DataError):
+    """A record that makes no sample: its image cannot be decoded, or it lacks what is needed."""
+
+    def __init__(self, record: Record, reason: str, hint: str | None = None) -> None:
+        skip = 'input.on_bad = "skip" trains another record of the batch in its place, and counts it'
+        super().__init__(f"{record.place}: {reason}", hint=hint or skip)
+        self.record, self.reason = record, reason
+
 
 @dataclass(kw_only=True)
 class Batch:
     """Decoded samples. Give it back with `Loader.recycle` once its pixels are copied."""
 
     images: Pixels
-    """uint8, (batch, size, size, 3), RGB."""
+    """uint8, (batch, height, width, 3), RGB."""
     labels: npt.NDArray[np.int64]
-    """(batch,), from 0."""
+    """(batch,), from 0; of a detection set they are not filled."""
     records: list[Record]
     """What is trained; where one gave no sample, the one that stands in for it."""
+    buffer: Pixels | None = None
+    """Of which `images` are a part, where batches differ in size."""
+    targets: dict[int, Target] = field(default_factory=dict)
+    """Of a detection set in training, by the sample's number."""
+    truths: dict[int, GroundTruth] = field(default_factory=dict)
+    """Of a detection set in evaluation, by the sample's number."""
     epoch: int
     """Epoch of its last record."""
     gaps: list[int] = field(default_factory=list)

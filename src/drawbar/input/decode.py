@@ -13,12 +13,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from drawbar.dataset.example import parse_image_example
 from drawbar.errors import DataError
 from drawbar.input.augment import RecordRandom
-from drawbar.input.batch import Batch, Record
-from drawbar.input.image_decoder import BadImage
-from drawbar.input.sample import SampleMaker
+from drawbar.input.batch import Batch, NoSample, Record
+from drawbar.input.sample import Samples
 from drawbar.input.stages import Stage, Times
 from drawbar.journal import BadRecord
 
@@ -29,35 +27,25 @@ _MAX_REPORTED = 100
 """Bad records that are told of one by one."""
 
 
-class NoSample(DataError):
-    """A record whose image cannot be decoded, or that lacks image or label."""
-
-    def __init__(self, record: Record, reason: str) -> None:
-        super().__init__(
-            f"{record.key} at byte {record.offset}: {reason}",
-            hint='input.on_bad = "skip" trains another record of the batch in its place, and counts it',
-        )
-        self.record, self.reason = record, reason
-
-
 class DecodePool:
     """Decodes whole batches in threads that hold no lock and no GIL while they decode."""
 
     def __init__(
         self,
         threads: int,
-        samples: SampleMaker,
+        samples: Samples,
         *,
-        num_classes: int,
         seed: int,
         on_bad: Literal["fail", "skip"] = "fail",
         downstream: Callable[[], float] = lambda: 0.0,
         tell: Callable[[BadRecord], None] = lambda event: None,
+        evaluate: bool = False,
     ) -> None:
         """`downstream`: seconds so far in which nothing could be given to the pool because its output was full. `tell`
-        hears of records that gave no sample, from any thread."""
-        self._samples = samples
-        self._num_classes, self._seed, self._downstream = num_classes, seed, downstream
+        hears of records that gave no sample, from any thread. `evaluate`: samples for evaluation, in which nothing is
+        random."""
+        self._samples, self._evaluate = samples, evaluate
+        self._seed, self._downstream = seed, downstream
         self._on_bad, self._tell = on_bad, tell
         self._reported: set[tuple[int, int]] = set()
         self.bad = 0
@@ -204,19 +192,5 @@ class DecodePool:
 
     def _decode(self, record: Record, draws_of: Record, batch: Batch, place: int) -> None:
         """Into that place of the batch. Raises NoSample, and DataError for a label that the set should not have."""
-        try:
-            example = parse_image_example(record.payload)
-            boxes = example.boxes if self._samples.wants_boxes else ()
-        except DataError as error:
-            raise NoSample(record, error.message) from None
-        if not 1 <= example.label <= self._num_classes:
-            raise DataError(
-                f"{record.key} at byte {record.offset}: label {example.label} is out of range 1..{self._num_classes}",
-                hint="set data.num_classes to the number of classes of this set",
-            )
-        draws = RecordRandom(self._seed, draws_of.epoch, draws_of.shard, draws_of.offset)
-        try:
-            self._samples.train(example.encoded, draws, batch.images[place], boxes)
-        except BadImage as error:
-            raise NoSample(record, f"cannot decode image: {error}") from None
-        batch.labels[place] = example.label - 1
+        draws = None if self._evaluate else RecordRandom(self._seed, draws_of.epoch, draws_of.shard, draws_of.offset)
+        self._samples.fill(batch, place, record, draws)

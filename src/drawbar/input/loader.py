@@ -9,8 +9,9 @@ A feeder thread drives these generators and puts batches that are being decoded 
 for the oldest. The order of records follows from the seed alone, whatever threads and requests do.
 
 Memory is bounded whatever the size of the set: `(lanes of the rank + read_ahead + 1) * request_bytes` of bodies,
-`shuffle_buffer / world_size` records, and `prefetch_batches + 2` batches of pixels and of encoded records. Beside that
-only what is known of the records grows with the set: about 70 bytes each.
+`shuffle_buffer / world_size` records, `prefetch_batches + 2` batches of pixels and of encoded records, and a window of
+records that are arranged together (`sample.Samples`). Beside that only what is known of the records grows with the set:
+about 70 bytes each.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from drawbar.input.libjpeg import Pixels
 from drawbar.input.plan import PlanState
 from drawbar.input.reading import Reading
 from drawbar.input.records import RecordReader
-from drawbar.input.sample import SampleMaker
+from drawbar.input.sample import SampleMaker, Samples
 from drawbar.input.sources import ReadPlan, in_turn, open_sources
 from drawbar.input.stages import Blocked, Stage, Times
 from drawbar.journal import Event, InputReport, InputSample, InputStage, InputTotals
@@ -59,7 +60,7 @@ class Loader:
         input: Input,
         storage: Storage,
         decode_threads: int,
-        samples: SampleMaker | None = None,
+        samples: Samples | None = None,
         allocate: Callable[[tuple[int, ...]], Pixels] = lambda shape: np.empty(shape, np.uint8),
         tell: Callable[[Event], None] = lambda event: None,
     ) -> None:
@@ -71,7 +72,8 @@ class Loader:
         self._reading = Reading(
             request_bytes=storage.request_bytes, read_ahead=storage.read_ahead, num_lanes=self._sources.num_lanes
         )
-        shape = (plan.batch_size, input.image_size, input.image_size, 3)
+        self._samples = samples or SampleMaker(input, num_classes)
+        shape = self._samples.buffer_shape(plan.batch_size)
         self._buffers: queue.SimpleQueue[Pixels | None] = queue.SimpleQueue()
         for _ in range(input.prefetch_batches + 2):
             self._buffers.put(allocate(shape))
@@ -83,8 +85,7 @@ class Loader:
         self._fetcher = Fetcher(reader, self._reading, groups)
         self._pool = DecodePool(
             decode_threads,
-            samples or SampleMaker(input),
-            num_classes=num_classes,
+            self._samples,
             seed=input.seed,
             on_bad=input.on_bad,
             downstream=self._blocked.total_s,
@@ -105,7 +106,10 @@ class Loader:
 
     @property
     def state(self) -> PlanState | None:
-        """Where training stands after the batches recycled so far; None for a set whose records are not known."""
+        """Where training stands after the batches recycled so far. None for a set whose records are not known, and in
+        the middle of a window that is sorted by aspect ratio."""
+        if self._trained_batches % self._samples.window_batches:
+            return None
         return self._sources.state_after(self._trained_batches)
 
     @property
@@ -175,7 +179,7 @@ class Loader:
         self._padded += sum(record.padding for record in batch.records)
         self._replaced += sum(record.stands_in for record in batch.records)
         self._trained_bytes += batch.framed_bytes
-        self._buffers.put(batch.images)
+        self._buffers.put(batch.images if batch.buffer is None else batch.buffer)
 
     def close(self) -> InputTotals:
         """Stops, waits for every GET in flight, and accounts for what was fetched and never trained."""
@@ -248,18 +252,22 @@ class Loader:
 
     def _batches(self, records: Iterator[Record]) -> Iterator[Batch]:
         size, clock = self._plan.batch_size, time.perf_counter
+        arranged = self._arranged(records)
         while True:
             with self._blocked.here():
-                images = self._buffers.get()
-            if images is None or self._stop.is_set():
+                buffer = self._buffers.get()
+            if buffer is None or self._stop.is_set():
                 raise Stopped
             begin_t, before_s = clock(), self._records.stage.busy_s + self._fetcher.wait_s
-            taken = []
-            for record in itertools.islice(records, size):
-                self._batched_bytes += record.framed_bytes
-                taken.append(record)
+            taken = next(arranged)
             taken_t, after_s = clock(), self._records.stage.busy_s + self._fetcher.wait_s
-            batch = Batch(images=images, labels=np.empty(size, np.int64), records=taken, epoch=taken[-1].epoch)
+            batch = Batch(
+                images=self._samples.pixels(buffer, taken),
+                labels=np.empty(size, np.int64),
+                records=taken,
+                epoch=max(record.epoch for record in taken),
+                buffer=buffer,
+            )
             taken_bytes = batch.framed_bytes
             self._shuffle.look(self._records.num_held)
             self._shuffle.busy_s += taken_t - begin_t - (after_s - before_s)
@@ -269,6 +277,15 @@ class Loader:
             self._pool.submit(batch)
             self._batch.busy_s += clock() - taken_t
             yield batch
+
+    def _arranged(self, records: Iterator[Record]) -> Iterator[list[Record]]:
+        size = self._plan.batch_size
+        while True:
+            window = []
+            for record in itertools.islice(records, size * self._samples.window_batches):
+                self._batched_bytes += record.framed_bytes
+                window.append(record)
+            yield from self._samples.arrange(window, size)
 
     def _put(self, item: Batch | BaseException) -> None:
         with self._blocked.here():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,13 +14,18 @@ import torch
 from drawbar.config import Recipe
 from drawbar.dataset.index import INDEX_VARIABLE, ShardIndex
 from drawbar.dataset.listing import split_pattern
+from drawbar.input.detection import mask_rcnn_size, padded_size
+from drawbar.input.detection_sample import DetectionSamples, label_categories
+from drawbar.input.image_decoder import ImageDecoder
 from drawbar.input.libjpeg import Pixels
 from drawbar.input.loader import Loader, ReadPlan
 from drawbar.input.memory import MemoryReader
-from drawbar.input.sample import SampleMaker
+from drawbar.input.sample import SampleMaker, Samples
+from drawbar.input.target import Target, made_up_target
 from drawbar.journal import Event, InputTotals
 from drawbar.launch.environment import EMBEDDED_ENDPOINTS
 from drawbar.launch.listing import list_place
+from drawbar.models.names import DETECTORS, MASK_RCNN
 from drawbar.storage.environment import Connection, Credentials, environment_endpoint
 from drawbar.storage.reader import CountedReader, Reader
 from drawbar.storage.stores import open_place
@@ -72,16 +77,23 @@ class ConstantFeed:
 
     def __init__(self, recipe: Recipe) -> None:
         rng = np.random.default_rng(recipe.input.seed)
-        size, batch = recipe.input.image_size, recipe.train.batch_size
-        self._pixels = torch.from_numpy(rng.integers(0, 256, (batch, size, size, 3), np.uint8))
-        self._labels = torch.from_numpy(rng.integers(0, recipe.data.num_classes, batch, np.int64))
+        height, width = constant_size(recipe)
+        batch, classes = recipe.train.batch_size, recipe.data.num_classes
+        self._pixels = torch.from_numpy(rng.integers(0, 256, (batch, height, width, 3), np.uint8))
+        self._labels = torch.from_numpy(rng.integers(0, classes, batch, np.int64))
+        self._targets: list[Target] = []
+        if recipe.model.name in DETECTORS:
+            masks = recipe.model.name == MASK_RCNN
+            self._targets = [made_up_target(rng, (height, width), classes, masks=masks) for _ in range(batch)]
         self._trained = 0
 
     def start(self) -> None:
         pass
 
     def next_batch(self) -> HostBatch:
-        return HostBatch(pixels=self._pixels, labels=self._labels, epoch=0, release=self._release)
+        return HostBatch(
+            pixels=self._pixels, labels=self._labels, epoch=0, release=self._release, targets=self._targets
+        )
 
     def close(self) -> list[Event]:
         totals = InputTotals(
@@ -98,6 +110,32 @@ class ConstantFeed:
 
     def _release(self) -> None:
         self._trained += len(self._labels)
+
+
+def constant_size(recipe: Recipe) -> tuple[int, int]:
+    """Height and width of a made-up batch: for Mask R-CNN that of images of 4:3."""
+    if recipe.model.name != MASK_RCNN:
+        return recipe.input.image_size, recipe.input.image_size
+    sides = recipe.detection
+    return padded_size([mask_rcnn_size(3 * sides.short_side, 4 * sides.short_side, sides.short_side, sides.long_side)])
+
+
+def make_samples(recipe: Recipe, category_map: Mapping[str, int]) -> Samples:
+    """What the recipe's model is given. Raises EnvironmentUnfit where the recipe's decoder is not to be had."""
+    input, name, settings = recipe.input, recipe.model.name, recipe.detection
+    if name not in DETECTORS:
+        return SampleMaker(input, recipe.data.num_classes)
+    return DetectionSamples(
+        decoder=ImageDecoder(input.decoder, input.decode),
+        labels=label_categories(category_map, recipe.data.num_classes),
+        fixed_size=0 if name == MASK_RCNN else input.image_size,
+        short_side=settings.short_side,
+        long_side=settings.long_side,
+        crop=settings.augment == "ssd",
+        with_masks=name == MASK_RCNN,
+        window_batches=settings.group_batches if name == MASK_RCNN else 1,
+        seed=input.seed,
+    )
 
 
 def addresses(recipe: Recipe) -> list[str]:
@@ -131,8 +169,9 @@ class DataFeed:
         index = os.environ.get(INDEX_VARIABLE)
         if index:
             self._listing = ShardIndex.load(Path(index)).apply(self._listing)
-        self._samples = SampleMaker(recipe.input)
-        self.decoding: dict[str, Any] | None = dataclasses.asdict(self._samples.decoding)
+        manifest = self._listing.manifest
+        self.samples = make_samples(recipe, manifest.notes.get("category_map", {}) if manifest else {})
+        self.decoding: dict[str, Any] | None = dataclasses.asdict(self.samples.decoding)
         self._loader: Loader | None = None
         self.endpoint = self._reader.home.endpoint if recipe.storage.policy == "rank" or not on_s3 else ""
         self.dataset_sha256 = self._listing.sha256
@@ -170,7 +209,7 @@ class DataFeed:
             num_classes=recipe.data.num_classes,
             input=recipe.input,
             storage=recipe.storage,
-            samples=self._samples,
+            samples=self.samples,
             decode_threads=self._decoders,
             allocate=self._allocate,
             tell=self._record,
@@ -184,6 +223,7 @@ class DataFeed:
             labels=torch.from_numpy(batch.labels),
             epoch=batch.epoch,
             release=lambda: loader.recycle(batch),
+            targets=[batch.targets[number] for number in range(len(batch.targets))],
         )
 
     def close(self) -> list[Event]:

@@ -30,6 +30,7 @@ from drawbar.launch.environment import EMBEDDED_ENDPOINTS, describe, rank_enviro
 from drawbar.launch.listing import list_place
 from drawbar.launch.tail import JournalTail
 from drawbar.launch.torchrun import Torchrun
+from drawbar.models.names import DETECTORS, MASK_RCNN
 from drawbar.report.terminal import StepPrinter
 from drawbar.storage import embedded, page_cache
 from drawbar.storage.environment import Credentials, environment_endpoint
@@ -195,10 +196,21 @@ def _check_schedule(recipe: Recipe, num_records: int | None) -> None:
 def _check_fits(recipe: Recipe, manifest: Manifest) -> None:
     """Says before ranks are started what each record would say in them."""
     url = recipe.data.url
-    if manifest.record_schema != "imagenet":
+    is_detector = recipe.model.name in DETECTORS
+    if manifest.record_schema == "coco" and not is_detector:
         raise InputError(
             f"{url} holds records for object detection; model {recipe.model.name} needs one label an image",
-            hint="a set of `drawbar data pack imagenet` or `folder`",
+            hint="a set of `drawbar data pack imagenet` or `folder`, or model.name = " + " or ".join(DETECTORS),
+        )
+    if manifest.record_schema != "coco" and is_detector:
+        raise InputError(
+            f"{url} holds images with one label each; model {recipe.model.name} needs objects with boxes",
+            hint="a set of `drawbar data pack coco`",
+        )
+    if recipe.model.name == MASK_RCNN and not manifest.notes.get("masks", True):
+        raise InputError(
+            f"{url} was packed without masks; model {recipe.model.name} needs them",
+            hint="pack the set without --no-masks",
         )
     if manifest.num_classes > recipe.data.num_classes:
         raise InputError(

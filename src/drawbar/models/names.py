@@ -52,8 +52,13 @@ def _resnet_v2(network: str) -> NamedModel:
     )
 
 
+_DETECTION = "detection: a set with the COCO keys"
 _V1_5 = "stride in the 3x3"
 _DENSENET = "tf_cnn_benchmarks has only those for CIFAR"
+
+SSD, MASK_RCNN = "ssd_resnet34", "maskrcnn_resnet50_fpn"
+DETECTORS = (SSD, MASK_RCNN)
+"""Find objects; they need a set with the COCO keys, all others one label an image."""
 
 MODELS: dict[str, NamedModel] = {
     "resnet18": _torchvision("resnet18"),
@@ -82,7 +87,12 @@ MODELS: dict[str, NamedModel] = {
     "densenet161": _torchvision("densenet161", _DENSENET),
     "densenet169": _torchvision("densenet169", _DENSENET),
     "densenet201": _torchvision("densenet201", _DENSENET),
-    # Detection networks belong here; what they take and return is not what the classifiers above do.
+    SSD: NamedModel(
+        library="drawbar", network="ssd_resnet34", image_size=300, note="detection: a set with the COCO keys"
+    ),
+    MASK_RCNN: NamedModel(
+        library="drawbar", network="maskrcnn_resnet50_fpn", image_size=800, note="detection: a set with the COCO keys"
+    ),
     "trivial": NamedModel(library="drawbar", network="trivial", note="one linear layer on the mean colour"),
 }
 

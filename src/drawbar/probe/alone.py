@@ -24,13 +24,12 @@ from drawbar.input.device import device_of_rank
 from drawbar.input.fetch import Fetcher
 from drawbar.input.reading import Reading
 from drawbar.input.records import RecordReader
-from drawbar.input.sample import SampleMaker
 from drawbar.input.sources import in_turn, open_sources
 from drawbar.journal import Event
 from drawbar.launch.environment import decode_threads, threads_per_rank
 from drawbar.launch.feed import ConstantFeed, DataFeed, open_feed
+from drawbar.train.build import make_objective
 from drawbar.train.precision import choose_precision
-from drawbar.train.step import TrainStep
 from drawbar.world import World
 
 _DECODE_RECORDS = 256
@@ -142,16 +141,9 @@ def decode(rank: Rank) -> Measure:
     fetcher.close()
 
     def measure(seconds: float) -> Passed:
-        settings = rank.recipe.input
-        pool = DecodePool(
-            rank.decode_threads,
-            SampleMaker(settings),
-            num_classes=rank.recipe.data.num_classes,
-            seed=settings.seed,
-            on_bad=settings.on_bad,
-        )
-        side = rank.recipe.input.image_size
-        buffers = itertools.cycle([np.empty((size, side, side, 3), np.uint8) for _ in range(4)])
+        samples = feed.samples
+        pool = DecodePool(rank.decode_threads, samples, seed=rank.recipe.input.seed)
+        buffers = itertools.cycle([np.empty(samples.buffer_shape(size), np.uint8) for _ in range(4)])
         source: Iterator[Record] = itertools.cycle(records)
         ahead: deque[Batch] = deque()
         images = num_bytes = 0
@@ -159,7 +151,8 @@ def decode(rank: Rank) -> Measure:
         while not clock.is_over():
             while len(ahead) < 3:
                 taken = list(itertools.islice(source, size))
-                batch = Batch(images=next(buffers), labels=np.empty(size, np.int64), records=taken, epoch=0)
+                images_of = samples.pixels(next(buffers), taken)
+                batch = Batch(images=images_of, labels=np.empty(size, np.int64), records=taken, epoch=0)
                 pool.submit(batch)
                 ahead.append(batch)
             done = ahead.popleft()
@@ -196,25 +189,17 @@ def copy(rank: Rank) -> Measure:
     """One made-up batch to the device again and again, and normalised there. No input, no model."""
     pixels = ConstantFeed(rank.recipe).next_batch()
     dtype = choose_precision(rank.recipe.model.precision, rank.device)
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    step = TrainStep(
-        torch.nn.Identity(),
-        torch.optim.SGD([parameter]),
-        lambda step: 0.0,
-        device=rank.device,
-        dtype=dtype,
-        channels_last=rank.recipe.model.channels_last,
-    )
+    objective = make_objective(rank.recipe, rank.device, dtype)
 
     def measure(seconds: float) -> Passed:
         copied = 0
         clock = _Clock(seconds)
         while not clock.is_over():
-            step.to_device(pixels.pixels, pixels.labels)
+            objective.to_device(pixels)
             if rank.device.type == "cuda":
                 torch.cuda.synchronize()  # the copy is what is measured, not its launch
             copied += 1
-        return clock.passed(copied * len(pixels.labels), copied * pixels.pixels.numel(), torch.get_num_threads())
+        return clock.passed(copied * pixels.samples, copied * pixels.pixels.numel(), torch.get_num_threads())
 
     return measure
 

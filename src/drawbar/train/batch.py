@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from drawbar.input.target import GroundTruth, Target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,9 +17,13 @@ class HostBatch:
     pixels: torch.Tensor
     """uint8 (batch, height, width, 3)."""
     labels: torch.Tensor
-    """int64 (batch,)."""
+    """int64 (batch,); of a detection set they mean nothing."""
     epoch: int
     release: Callable[[], None]
+    targets: Sequence[Target] = ()
+    """Of a detection set: what is to be found, image by image."""
+    truths: Sequence[GroundTruth] = ()
+    """Of a detection set in evaluation, instead."""
 
     @property
     def samples(self) -> int:

@@ -9,6 +9,9 @@ from torch import nn
 
 from drawbar.config import Recipe
 from drawbar.models.build import build_model, check_takes
+from drawbar.models.names import DETECTORS
+from drawbar.train.detection import DetectionObjective
+from drawbar.train.objective import Classification, Objective
 from drawbar.train.optimizer import build_optimizer
 from drawbar.train.schedule import learning_rate
 from drawbar.train.step import Step, TrainStep
@@ -28,8 +31,7 @@ def build_training(
 ) -> Training:
     """`num_records`: of the data set, None where they are not known. Needs the process group where there is more than
     one rank."""
-    check_takes(recipe.model.name, recipe.data.num_classes, recipe.input.image_size)
-    model = build_model(recipe.model.name, recipe.data.num_classes).to(device)
+    model = _model(recipe).to(device)
     if recipe.model.channels_last:
         model = model.to(memory_format=torch.channels_last)
     exchanged = model
@@ -41,10 +43,30 @@ def build_training(
     step = TrainStep(
         exchanged,
         optimizer,
+        make_objective(recipe, device, dtype),
         learning_rate(recipe, total_steps=recipe.train.warmup_steps + recipe.train.steps, num_records=num_records),
         device=device,
         dtype=dtype,
-        channels_last=recipe.model.channels_last,
-        label_smoothing=recipe.train.label_smoothing,
     )
     return Training(model=model, optimizer=optimizer, step=step)
+
+
+def _model(recipe: Recipe) -> nn.Module:
+    if recipe.model.name in DETECTORS:
+        # Not at the top: it takes seconds, and the trivial model does without.
+        from drawbar.models.build_detector import build_detector
+
+        return build_detector(recipe.model.name, recipe.data.num_classes, recipe.input.image_size, recipe.detection)
+    check_takes(recipe.model.name, recipe.data.num_classes, recipe.input.image_size)
+    return build_model(recipe.model.name, recipe.data.num_classes)
+
+
+def make_objective(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> Objective:
+    channels_last = recipe.model.channels_last
+    if recipe.model.name in DETECTORS:
+        return DetectionObjective(
+            device=device, dtype=dtype, channels_last=channels_last, pixels=recipe.detection.pixels
+        )
+    return Classification(
+        device=device, dtype=dtype, channels_last=channels_last, label_smoothing=recipe.train.label_smoothing
+    )

@@ -9,14 +9,10 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from drawbar.train.batch import HostBatch
+from drawbar.train.objective import Objective
 from drawbar.train.optimizer import set_learning_rate
-
-# ImageNet's channel means and standard deviations, of pixels 0..255.
-_MEAN = (123.68, 116.78, 103.94)
-_STD = (58.4, 57.1, 57.4)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,31 +51,26 @@ class TrainStep:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
+        objective: Objective,
         learning_rate: Callable[[int], float],
         *,
         device: torch.device,
         dtype: torch.dtype,
-        channels_last: bool,
-        label_smoothing: float = 0.0,
     ) -> None:
         self.number = 0
         """Of the next step; a resumed training sets it."""
-        self._model, self._optimizer, self._learning_rate = model, optimizer, learning_rate
-        self._label_smoothing = label_smoothing
+        self._model, self._optimizer = model, optimizer
+        self._objective, self._learning_rate = objective, learning_rate
         self._device, self._dtype = device, dtype
-        self._layout = torch.channels_last if channels_last else torch.contiguous_format
-        self._mean = torch.tensor(_MEAN, device=device, dtype=dtype).view(1, 3, 1, 1)
-        self._scale = 1 / torch.tensor(_STD, device=device, dtype=dtype).view(1, 3, 1, 1)
 
     def run(self, batch: HostBatch) -> Trained:
         rate = self._learning_rate(self.number)
         self.number += 1
         start = time.perf_counter()
-        images, labels = self.to_device(batch.pixels, batch.labels)
+        on_device = self._objective.to_device(batch)
         copied = time.perf_counter()
         with torch.autocast(self._device.type, dtype=self._dtype, enabled=self._dtype != torch.float32):
-            logits = self._model(images)
-        loss = functional.cross_entropy(logits.float(), labels, label_smoothing=self._label_smoothing)
+            loss = self._objective.loss(self._model, on_device)
         loss.backward()  # type: ignore[no-untyped-call]
         computed = time.perf_counter()
         set_learning_rate(self._optimizer, rate)
@@ -88,9 +79,3 @@ class TrainStep:
         end = time.perf_counter()
         spans = Spans(copy_s=copied - start, compute_s=computed - copied, optimizer_s=end - computed)
         return Trained(loss=loss.detach(), learning_rate=rate, spans=spans)
-
-    def to_device(self, pixels: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """uint8 crosses to the device; normalised there, in the model's precision."""
-        images = pixels.to(self._device, non_blocking=True).permute(0, 3, 1, 2)
-        images = images.to(self._dtype, memory_format=self._layout)
-        return images.sub_(self._mean).mul_(self._scale), labels.to(self._device, non_blocking=True)

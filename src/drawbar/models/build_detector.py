@@ -1,0 +1,37 @@
+"""Builds a detection model by name, from the recipe's `[detection]`. Weights are random: nothing is downloaded."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from drawbar.config import Detection
+from drawbar.models import mask_rcnn, ssd
+from drawbar.models.mask_rcnn import MaskRCNN
+from drawbar.models.names import SSD as SSD_NAME
+from drawbar.models.ssd import SSD
+
+
+def build_detector(name: str, num_classes: int, image_size: int, settings: Detection) -> nn.Module:
+    """A `detector.Detector` of `names.DETECTORS`. `num_classes` is without the background."""
+    if name == SSD_NAME:
+        return SSD(
+            num_classes,
+            size=image_size,
+            blocks=settings.blocks,
+            channels=settings.channels,
+            norm=None if settings.norm == "model" else settings.norm,
+            scales=settings.box_sizes,
+            detections=settings.detections or ssd.REFERENCE_DETECTIONS,
+        )
+    return MaskRCNN(
+        num_classes,
+        blocks=settings.blocks,
+        channels=settings.channels,
+        norm="frozen" if settings.norm == "model" else settings.norm,
+        head_channels=settings.head_channels,
+        head_features=settings.head_features,
+        anchors=settings.box_sizes,
+        proposals=settings.proposals,
+        regions=settings.regions,
+        detections=settings.detections or mask_rcnn.REFERENCE_DETECTIONS,
+    )
