@@ -9,7 +9,7 @@ import pytest
 import torch
 from torchvision.models.detection.image_list import ImageList
 
-from drawbar.config import Data, Detection, Input, Model, PixelScale, Recipe
+from drawbar.config import Data, Detection, Input, Model, Optimizer, PixelScale, Recipe
 from drawbar.dataset.coco_mask import decode_counts, expand_counts
 from drawbar.input.target import GroundTruth, Mask, Target, made_up_target
 from drawbar.models.mask_rcnn import MaskRCNN
