@@ -195,6 +195,19 @@ def test_a_loss_that_is_no_number_is_written_and_one_that_is_not_known_is_not(tm
     assert "loss" not in events_in(tmp_path / "none" / "train").Tags()["scalars"]
 
 
+def test_equal_values_are_all_counted(tmp_path: Path) -> None:
+    model = nn.BatchNorm1d(5)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    journal = JournalWriter(tmp_path / "journal.jsonl")
+    writer = Writer(tmp_path / "train", Summaries(verbosity=3, every_steps=1), model, optimizer, journal)
+    model(torch.randn(4, 5)).square().sum().backward()
+    optimizer.step()
+    assert writer.after(0) is not None
+    writer.close()
+    histogram = events_in(tmp_path / "train").Histograms("weight")[0].histogram_value
+    assert (histogram.min, histogram.max, sum(histogram.bucket)) == (1.0, 1.0, 5)
+
+
 # Where they go
 
 

@@ -118,6 +118,13 @@ def test_dry_run_prints_a_recipe_file(tmp_path: Path, study_line: str) -> None:
     assert "train.batch_size = 1280" in finished.stdout
 
 
+def test_a_value_cannot_end_a_comment(tmp_path: Path) -> None:
+    translation = translate(["--note=x\n[train]\nsteps = 7\r", "--model=resnet18"], {}, ignore_unknown=True)
+    path = tmp_path / "recipe.toml"
+    path.write_text(to_toml(translation))
+    assert load_recipe(path) == translation.recipe
+
+
 def test_dry_run_prints_json(study_line: str) -> None:
     finished = drawbar(
         "tf-cnn", "--dry-run", "--json", "--ignore-unknown", "--", *study_line.split(), "--mkl", env=HTTP
