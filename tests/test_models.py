@@ -105,7 +105,7 @@ def bottleneck_strides(name: str) -> list[tuple[int, int]]:
     """(first 1x1, 3x3) of the blocks that halve the image."""
     with torch.device("meta"):
         blocks = [m for m in build_model(name, 10).modules() if hasattr(m, "conv3")]
-    strides = [(int(b.conv1.stride[0]), int(b.conv2.stride[0])) for b in blocks]  # type: ignore[index,union-attr]
+    strides = [(int(b.conv1.stride[0]), int(b.conv2.stride[0])) for b in blocks]  # type: ignore[index]
     return [pair for pair in strides if pair != (1, 1)]
 
 

@@ -93,7 +93,7 @@ def test_the_ecs_studys_command_line_becomes_its_recipe(study_line: str) -> None
 def test_a_format_that_recipes_lack_is_refused_and_never_ignored() -> None:
     """fp32 figures under the name of fp16 would be wrong silently."""
     if FP16:
-        assert read("--use_fp16", ignore_unknown=True).recipe.model.precision == "fp16"
+        assert str(read("--use_fp16", ignore_unknown=True).recipe.model.precision) == "fp16"
     else:
         with pytest.raises(InputError, match=r"does not do --use_fp16 \(recipes have no model.precision = fp16\)"):
             read("--use_fp16", ignore_unknown=True)

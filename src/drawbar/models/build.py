@@ -78,7 +78,7 @@ def _from_timm(entry: NamedModel, num_classes: int) -> nn.Module:
     if not timm.is_model(entry.network):
         raise _unknown("timm", "network", entry.network, timm.list_models())
     # Keeps 0.8 before its last layer, as tf_cnn_benchmarks' inception4; timm's default drops nothing.
-    options = {"drop_rate": 0.2} if entry.network == "inception_v4" else {}
+    options: dict[str, Any] = {"drop_rate": 0.2} if entry.network == "inception_v4" else {}
     model: nn.Module = timm.create_model(entry.network, pretrained=False, num_classes=num_classes, **options)
     return model
 

@@ -35,7 +35,7 @@ class Summaries:
         from torch.utils.tensorboard import SummaryWriter
 
         self._settings, self._model, self._optimizer, self._journal = settings, model, optimizer, journal
-        self._writer: Any = SummaryWriter(str(directory))  # type: ignore[no-untyped-call]
+        self._writer: Any = SummaryWriter(str(directory))
         self._rates: dict[int, float] = {}
         self._finished: list[tuple[int, float | None, float]] = []
         """Steps that are due and over: number, loss, images/s since the one before."""
