@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -274,5 +275,10 @@ def test_the_table_in_the_docs_is_what_the_command_prints() -> None:
 
 
 def test_names_are_completed() -> None:
-    assert complete_name("resnet50") == ["resnet50", "resnet50_v1.5", "resnet50_v2"]
     assert set(complete_name("")) == set(MODEL_NAMES)
+    request = {"_DRAWBAR_COMPLETE": "complete_bash", "COMP_WORDS": "drawbar models resnet50", "COMP_CWORD": "2"}
+    code = "import sys; sys.argv = ['drawbar']; from drawbar.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **request}, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == ["resnet50", "resnet50_v1.5", "resnet50_v2"]

@@ -19,7 +19,8 @@ from drawbar.storage import embedded
 from drawbar.storage.environment import Credentials
 from drawbar.storage.stores import open_place
 from drawbar.tf_cnn.command import to_toml
-from drawbar.tf_cnn.translate import Translation, has_counterpart, optimizer_key, translate
+from drawbar.tf_cnn.keys import has_counterpart, moved
+from drawbar.tf_cnn.translate import Translation, translate
 from tests.drawbar_process import drawbar, result_of
 
 HTTP = {"S3_USE_HTTPS": "0"}
@@ -61,7 +62,7 @@ def read(line: str, environ: dict[str, str] = HTTP, **options: Any) -> Translati
 
 
 def optimizer(recipe: Recipe, name: str) -> Any:
-    section, _, key = optimizer_key(name).partition(".")
+    section, _, key = moved(f"train.{name}").partition(".")
     return getattr(getattr(recipe, section), key)
 
 
@@ -103,7 +104,7 @@ def test_every_flag_of_the_study_is_accounted_for(study_line: str) -> None:
     assert translation.ignored == []
     said = " ".join(line.flag for line in translation.lines)
     flags = [line for line in study_line.split() if line.startswith("--")]
-    assert len(flags) >= 22
+    assert len(flags) >= 21
     assert [flag for flag in flags if flag not in said] == []
 
 
@@ -117,9 +118,16 @@ def test_dry_run_prints_a_recipe_file(tmp_path: Path, study_line: str) -> None:
     assert "train.batch_size = 1280" in finished.stdout
 
 
+def test_a_value_cannot_end_a_comment(tmp_path: Path) -> None:
+    translation = translate(["--note=x\n[train]\nsteps = 7\r", "--model=resnet18"], {}, ignore_unknown=True)
+    path = tmp_path / "recipe.toml"
+    path.write_text(to_toml(translation))
+    assert load_recipe(path) == translation.recipe
+
+
 def test_dry_run_prints_json(study_line: str) -> None:
     finished = drawbar(
-        "tf-cnn", "--dry-run", "--json", "--ignore-unknown", "--", "--mkl", *study_line.split(), env=HTTP
+        "tf-cnn", "--dry-run", "--json", "--ignore-unknown", "--", *study_line.split(), "--mkl", env=HTTP
     )
     tree = json.loads(finished.stdout)
     assert tree["ignored"] == ["--mkl"]
@@ -216,6 +224,8 @@ def test_what_is_left_out_is_as_tf_cnn_benchmarks_has_it() -> None:
     assert (recipe.model.name, recipe.train.batch_size, recipe.input.source) == ("trivial", 32, "constant")
     assert (recipe.model.precision, recipe.model.channels_last) == ("fp32", False)
     assert (recipe.train.steps, recipe.train.warmup_steps, optimizer(recipe, "learning_rate")) == (100, 10, 0.005)
+    assert read("--nodatasets_repeat_cached_sample").recipe.input.source == "constant"
+    assert read("--datasets_repeat_cached_sample --data_dir=/d").recipe.input.source == "memory"
 
 
 @pytest.mark.parametrize(
@@ -224,6 +234,17 @@ def test_what_is_left_out_is_as_tf_cnn_benchmarks_has_it() -> None:
 def test_a_model_has_its_own_batch_size(model: str, batch_size: int) -> None:
     assert read(f"--model={model}").recipe.train.batch_size == batch_size
     assert read(f"--model={model} --batch_size=0").recipe.train.batch_size == batch_size
+
+
+def test_compiling_is_asked_for_or_not() -> None:
+    for flag in ("--noxla", "--xla=False", "--noxla_compile"):
+        assert not getattr(read(flag).recipe.model, "compile", False)
+    for flag in ("--xla", "--xla_compile"):
+        if has_counterpart("model.compile", True):
+            assert getattr(read(flag).recipe.model, "compile", False)
+        else:
+            with pytest.raises(InputError, match=f"no counterpart in Drawbar: {flag}$"):
+                read(flag)
 
 
 def test_sgd_is_without_momentum() -> None:

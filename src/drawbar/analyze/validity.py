@@ -211,10 +211,9 @@ def _bad_times(step: Step, previous: Step | None, *, on_host_clock: bool) -> str
     if min(step.data_wait_s, step.copy_s, step.compute_s, step.optimizer_s) < 0:
         return "a negative span"
     paused = any(tag.startswith("after_") for tag in step.tags)
-    if previous is not None and previous.step + 1 == step.step:
-        between_s = step.start_t - previous.end_t
-        if between_s < -SAME_TIME_S or (between_s > SAME_TIME_S and not paused):
-            return f"{between_s:.3g} s between the two"
+    gap_s = step.start_t - previous.end_t if previous is not None and previous.step + 1 == step.step else 0.0
+    if gap_s < -SAME_TIME_S or (gap_s > SAME_TIME_S and not paused):
+        return f"{gap_s:.3g} s between the two"
     # A GPU's clock drifts against the host's, on which the line was written.
     if on_host_clock and step.end_t > step.t + SAME_TIME_S:
         return "an end after its own line was written"

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import tomli_w
-
 from drawbar.errors import EnvironmentUnfit
+from drawbar.report.terminal import visible
 from drawbar.terminal import write_line
 from drawbar.tf_cnn.translate import Line, Translation, translate
 from drawbar.world import launched_by, launcher_rank
@@ -50,7 +49,8 @@ def to_toml(translation: Translation) -> str:
     rows = [(line.flag or "(not given)", _meaning(line)) for line in translation.lines]
     rows += [(spelled, "ignored: it has no counterpart") for spelled in translation.ignored]
     width = min(48, max(len(flag) for flag, _ in rows))
-    head = [f"# {flag:{width}}  {meaning}" for flag, meaning in rows]
+    # A comment ends with its line, whatever a value holds.
+    head = [visible(f"# {flag:{width}}  {meaning}").replace("\t", " ") for flag, meaning in rows]
     return "\n".join([*head, "", translation.recipe.to_toml()]).rstrip()
 
 
@@ -63,5 +63,4 @@ def to_json(translation: Translation) -> str:
 def _meaning(line: Line) -> str:
     if not line.key:
         return f"always so: {line.words}"
-    value = tomli_w.dumps({"x": line.value}).removeprefix("x = ")
-    return f"{line.key} = {' '.join(value.split())}" + (f" ({line.words})" if line.words else "")
+    return f"{line.key} = {json.dumps(line.value)}" + (f" ({line.words})" if line.words else "")

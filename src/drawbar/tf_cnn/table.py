@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from drawbar.tf_cnn.flags import Kind, Value
+from drawbar.tf_cnn.keys import has_counterpart
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,12 @@ class Special:
     kind: Kind
 
 
+_COMPILE: Choice | Always = (
+    Choice("bool", "model.compile", {True: True, False: False})
+    if has_counterpart("model.compile", True)
+    else Always("bool", (False,), "not compiled", tuning=True)
+)
+
 TABLE: dict[str, Key | Choice | Always | Special] = {
     # What is trained, and how long.
     "model": Key("str", "model.name"),
@@ -72,14 +79,15 @@ TABLE: dict[str, Key | Choice | Always | Special] = {
     "datasets_repeat_cached_sample": Choice("bool", "input.source", {True: "memory", False: "data"}),
     # Number format, layout, devices.
     "use_fp16": Choice("bool", "model.precision", {True: "fp16", False: "fp32"}),
+    "fp16_loss_scale": Key("float", "model.loss_scale"),
     "fp16_vars": Always("bool", (False,), "weights are kept in fp32"),
     "data_format": Choice("str", "model.channels_last", {"NCHW": False, "NHWC": True}),
     "device": Choice("str", "launch.device", {"gpu": "cuda", "GPU": "cuda", "cpu": "cpu", "CPU": "cpu"}),
     "num_gpus": Key("int", "launch.ranks"),
     "num_intra_threads": Key("int", "launch.threads_per_rank"),
     "num_inter_threads": Always("int", (0,), "no such threads", tuning=True),
-    "xla": Always("bool", (False,), "not compiled", tuning=True),
-    "xla_compile": Always("bool", (False,), "not compiled", tuning=True),
+    "xla": _COMPILE,
+    "xla_compile": _COMPILE,
     # Optimizer.
     "optimizer": Special("str"),
     "momentum": Special("float"),

@@ -5,7 +5,6 @@ What the command line leaves out gets tf_cnn_benchmarks' default, not Drawbar's,
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ from drawbar.config import Recipe, recipe_from_tree
 from drawbar.errors import InputError
 from drawbar.storage.environment import is_on
 from drawbar.tf_cnn.flags import Given, Value, parse
+from drawbar.tf_cnn.keys import has_counterpart, moved
 from drawbar.tf_cnn.table import MODEL_BATCH_SIZE, TABLE, Always, Choice, Key
 
 ECS_HTTP_PORT, ECS_HTTPS_PORT = 9020, 9021
@@ -99,8 +99,10 @@ class _Work:
         self._exchange()
         self._default("model.precision", "fp32")
         self._default("model.channels_last", False, "NCHW")
-        self._default(optimizer_key("weight_decay"), 4e-5)
+        self._default(moved("train.weight_decay"), 4e-5)
         self._default("summaries.every_steps", 0)
+        if has_counterpart("optimizer.no_decay", []):
+            self._default("optimizer.no_decay", [], "all weights decay")
 
     def _last_of_each(self) -> list[Given]:
         """As absl has it: a flag that is given again replaces the first."""
@@ -130,11 +132,14 @@ class _Work:
 
     def _always(self, flag: Given, entry: Always) -> None:
         if flag.value in entry.values:
-            self.lines.append(Line(flag.text, "", None, entry.words))
+            self._is_so(flag, entry.words)
         elif entry.tuning:
             self.unknown.append(flag.text)
         else:
             self._refuse(flag, entry.words)
+
+    def _is_so(self, flag: Given, words: str) -> None:
+        self.lines.append(Line(flag.text, "", None, words))
 
     def _refuse(self, flag: Given, words: str) -> None:
         self.refused.append(f"{flag.text} ({words})")
@@ -160,7 +165,8 @@ class _Work:
         if flag is None or not data_dir:
             if nodes:
                 raise InputError("--ecs_node needs a --data_dir", hint="--data_dir=s3://imagenet/train")
-            self._default("input.source", "constant", "synthetic data, as without --data_dir")
+            self._put("input.source", "constant")
+            self.lines.append(Line("", "input.source", "constant", "synthetic data, as without --data_dir"))
             return
         self._set(flag, "data.url", f"{str(data_dir).rstrip('/')}/{SHARD_PATTERN}")
         self._default("input.crop_boxes", "objects")
@@ -179,17 +185,12 @@ class _Work:
         momentum_flag, momentum = self._value("momentum")
         if flag and name not in ("sgd", "momentum"):
             self._refuse(flag, "known: sgd, momentum")
-        key = optimizer_key("momentum")
-        if name == "momentum":
-            assert flag is not None  # noqa: S101
-            self._set(flag, key, 0.9 if momentum is None else momentum)
-        else:
-            self._put(key, 0.0)
-            self.lines.append(Line(flag.text if flag else "", key, 0.0, "optimizer sgd is without momentum"))
-        if momentum_flag:
-            words = "" if name == "momentum" else "has no meaning without --optimizer=momentum"
-            self.lines.append(Line(momentum_flag.text, "", None, words or "see --optimizer"))
-        key = optimizer_key("learning_rate")
+        key = moved("train.momentum")
+        value = (0.9 if momentum is None else momentum) if name == "momentum" else 0.0
+        words = "" if name == "momentum" else "optimizer sgd is without momentum"
+        self._put(key, value)
+        self.lines.append(Line(" ".join(each.text for each in (flag, momentum_flag) if each), key, value, words))
+        key = moved("train.learning_rate")
         if self._value("init_learning_rate")[0] is None:
             if not self.tree["model"]["name"].startswith("resnet"):
                 self._default(key, 0.005)
@@ -204,9 +205,9 @@ class _Work:
             summed = update in ("horovod", "replicated")
             words = "gradients are averaged over all ranks in each step"
             if summed:
-                self.lines.append(Line(flag.text, "", None, words))
+                self._is_so(flag, words)
             elif ranks == 1 and update in ("parameter_server", "independent"):
-                self.lines.append(Line(flag.text, "", None, "one rank exchanges nothing"))
+                self._is_so(flag, "one rank exchanges nothing")
             else:
                 self._refuse(flag, f"{words}: horovod, replicated")
         flag, device = self._value("horovod_device")
@@ -214,7 +215,7 @@ class _Work:
             other = self._value("device")[1]
             words = "gradients are exchanged where they are computed"
             if device in ("", "cpu", "gpu") and (not device or device == str(other or device).lower()):
-                self.lines.append(Line(flag.text, "", None, words))
+                self._is_so(flag, words)
             else:
                 self._refuse(flag, words)
 
@@ -227,26 +228,3 @@ def ecs_address(node: str, environ: Mapping[str, str]) -> str:
     has_port = ":" in node.rpartition("]")[2]
     port = "" if has_port else f":{ECS_HTTPS_PORT if secure else ECS_HTTP_PORT}"
     return f"{'https' if secure else 'http'}://{node}{port}"
-
-
-def optimizer_key(name: str) -> str:
-    return moved(f"train.{name}")
-
-
-def moved(key: str) -> str:
-    """The optimizer's keys have a section of their own in recipes that have one."""
-    section, _, name = key.partition(".")
-    optimizer = Recipe.model_fields.get("optimizer")
-    known = getattr(optimizer.annotation, "model_fields", {}) if optimizer else {}
-    return f"optimizer.{name}" if section == "train" and name in known else key
-
-
-def has_counterpart(key: str, value: Any) -> bool:
-    """Whether recipes have the key and, where it takes one of several words, this one."""
-    section, _, name = key.partition(".")
-    kind = Recipe.model_fields[section].annotation if section in Recipe.model_fields else None
-    fields = getattr(kind, "model_fields", {})
-    if name not in fields:
-        return False
-    annotation = fields[name].annotation
-    return typing.get_origin(annotation) is not typing.Literal or value in typing.get_args(annotation)

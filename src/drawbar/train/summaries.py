@@ -108,8 +108,9 @@ class Summaries:
         if values.numel() == 0:
             return
         low, high = float(values.min()), float(values.max())
-        counts = torch.histc(values, _BINS, low, high)
-        edges = torch.linspace(low, high if high > low else low + 1.0, _BINS + 1)[1:]
+        first, last = (low, high) if low < high else (low - 1.0, high + 1.0)
+        counts = torch.histc(values, _BINS, first, last)
+        edges = torch.linspace(first, last, _BINS + 1)[1:]
         self._writer.add_histogram_raw(
             tag,
             min=low,
