@@ -498,6 +498,20 @@ def without_interval(run: SyntheticRun) -> None:
     run.change(1, Step, lambda step: with_changes(step, start_t=step.start_t + 1000, end_t=step.end_t + 1000))
 
 
+def skipped(*, bad: int, replaced: int) -> Callable[[SyntheticRun], None]:
+    """By a recipe that lets others stand in."""
+
+    def broken(run: SyntheticRun) -> None:
+        recipe = run.recipe
+        run.recipe = recipe.model_copy(update={"input": recipe.input.model_copy(update={"on_bad": "skip"})})
+        for rank in run.ranks:
+            run.change(rank, RunStart, lambda start: with_changes(start, recipe_sha256=run.recipe.sha256()))
+        run.change_launcher(RunStart, lambda start: with_changes(start, recipe_sha256=run.recipe.sha256()))
+        change_totals(bad_images=bad, replaced_images=replaced)(run)
+
+    return broken
+
+
 BROKEN: list[tuple[str, str, Callable[[SyntheticRun], None]]] = [
     ("run ended ok", "invalid", lambda run: run.change(1, RunEnd, lambda end: with_changes(end, status="terminated"))),
     ("complete journals", "invalid", without_rank_1),
@@ -552,6 +566,9 @@ BROKEN: list[tuple[str, str, Callable[[SyntheticRun], None]]] = [
     ("cold epochs", "qualified", read_again),
     ("storage errors", "qualified", failed_request),
     ("bad images", "qualified", change_totals(bad_images=1)),
+    ("bad images", "qualified", skipped(bad=2, replaced=2)),
+    ("bad images", "invalid", skipped(bad=1, replaced=2)),
+    ("bad images", "invalid", change_totals(bad_images=1, replaced_images=1)),
     (
         "whole data set",
         "qualified",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torchvision.models.detection.image_list import ImageList
 
-from drawbar.config import Data, Detection, Input, Model, PixelScale, Recipe, Train
+from drawbar.config import Data, Detection, Input, Model, Optimizer, PixelScale, Recipe
 from drawbar.dataset.coco_mask import decode_counts, expand_counts
 from drawbar.input.target import GroundTruth, Mask, Target, made_up_target
 from drawbar.models.mask_rcnn import MaskRCNN
@@ -121,7 +121,7 @@ def small_recipe(name: str, learning_rate: float = 0.01) -> Recipe:
         model=Model(name=name, precision="fp32"),
         input=Input(image_size=96),
         detection=SMALL[name],
-        train=Train(learning_rate=learning_rate, weight_decay=0.0),
+        optimizer=Optimizer(learning_rate=learning_rate, weight_decay=0.0),
     )
 
 
@@ -179,11 +179,11 @@ def evaluation_of(
 def test_a_detector_learns_eight_images(name: str, steps: int) -> None:
     torch.manual_seed(1)
     pixels, targets, truths = spots(8)
-    training = build_training(small_recipe(name), World.detect({}), CPU, torch.float32)
+    training = build_training(small_recipe(name), World.detect({}), CPU, torch.float32, None)
     evaluation = evaluation_of(training.model, pixels, truths, with_masks=name == MASK_RCNN)
     before = evaluation.run(0)
     assert before["box_ap"] < 0.1
-    losses = [float(training.step.run(host_batch(targets, pixels))[0]) for _ in range(steps)]
+    losses = [float(training.step.run(host_batch(targets, pixels)).loss) for _ in range(steps)]
     assert losses[-1] < 0.35 * losses[0]
     after = evaluation.run(1)
     assert training.model.training
@@ -195,14 +195,14 @@ def test_a_detector_learns_eight_images(name: str, steps: int) -> None:
 def test_a_full_size_model_trains_a_made_up_batch(name: str) -> None:
     torch.manual_seed(1)
     recipe = Recipe(model=Model(name=name), data=Data(num_classes=80), input=Input(image_size=300))
-    training = build_training(recipe, World.detect({}), CPU, torch.float32)
+    training = build_training(recipe, World.detect({}), CPU, torch.float32, None)
     rng = np.random.default_rng(1)
     size = (300, 300) if name == SSD else (96, 128)
     targets = [made_up_target(rng, size, 80, masks=name == MASK_RCNN)]
     pixels = torch.from_numpy(rng.integers(0, 256, (1, *size, 3), np.uint8))
-    loss, spans = training.step.run(host_batch(targets, pixels))
-    assert 1 < float(loss) < 1000
-    assert spans.compute_s > 0
+    trained = training.step.run(host_batch(targets, pixels))
+    assert 1 < float(trained.loss) < 1000
+    assert trained.spans.compute_s > 0
 
 
 def test_boxes_and_masks_come_back_in_the_images_own_pixels() -> None:
@@ -229,15 +229,15 @@ def test_mask_rcnn_trains_images_without_objects(empty: list[int]) -> None:
     pixels, targets, _ = spots(2)
     for number in empty:
         targets[number] = Target(size=(96, 96), boxes=np.zeros((0, 4), np.float32), labels=np.zeros(0, np.int64))
-    training = build_training(small_recipe(MASK_RCNN), World.detect({}), CPU, torch.float32)
-    losses = [float(training.step.run(host_batch(targets, pixels))[0]) for _ in range(3)]
+    training = build_training(small_recipe(MASK_RCNN), World.detect({}), CPU, torch.float32, None)
+    losses = [float(training.step.run(host_batch(targets, pixels)).loss) for _ in range(3)]
     assert all(0 < loss < 100 for loss in losses)
 
 
 def test_a_batch_in_parts_has_the_mean_of_their_losses() -> None:
     torch.manual_seed(2)
     pixels, targets, _ = spots(4)
-    training = build_training(small_recipe(SSD), World.detect({}), CPU, torch.float32)
+    training = build_training(small_recipe(SSD), World.detect({}), CPU, torch.float32, None)
     whole = objective().to_device(host_batch(targets, pixels))
     parts = objective().split(whole, 2)
     assert [len(part.images) for part in parts] == [len(part.targets) for part in parts] == [2, 2]

@@ -10,7 +10,7 @@ import obstore
 import pytest
 
 from drawbar.config import Storage
-from drawbar.journal import Request, RunStart, read_run
+from drawbar.journal import InputSample, Request, RunStart, read_run
 from drawbar.storage import embedded
 from drawbar.storage.environment import Credentials
 from drawbar.storage.stores import open_place
@@ -103,6 +103,10 @@ def test_an_endpoint_killed_and_brought_back_is_in_the_result(
     assert "MB came from others" in said["endpoint policy"]["actual"]
     assert "1 times an endpoint was set aside" in said["storage errors"]["actual"]
     assert result["validity"]["grade"] == "qualified"
+    # 12 s of steps: a look at the stages each second.
+    for rank in read_run(run_dir).ranks:
+        assert len(rank.of(InputSample)) >= 6
+    assert 'id="figure-queues"' in (run_dir / "report.html").read_text()
     # Rank 1 has never asked the first endpoint, and nothing was counted that the store's side did not send.
     journal = read_run(run_dir)
     assert {request.endpoint for request in journal.ranks[1].of(Request)} == {endpoints[1]}

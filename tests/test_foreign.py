@@ -27,8 +27,8 @@ from drawbar.storage import embedded
 from drawbar.storage.environment import Credentials
 from drawbar.storage.stores import open_place
 from tests.drawbar_process import drawbar, result_of
+from tests.small_loader import loader_over, take
 from tests.small_set import offsets, write_set
-from tests.test_loader import loader_over, take
 
 Compress = Callable[[bytes], bytes]
 

@@ -154,6 +154,10 @@ class Input(Section):
     last_batch: Literal["drop", "pad", "carry"] = "carry"
     """Records of an epoch that do not fill a global batch: left out in this epoch; filled up with records trained a
     second time, which are counted; or trained first in the next epoch. Sets whose records are not known: carry."""
+    on_bad: Literal["fail", "skip"] = "fail"
+    """A record that gives no sample, as its image cannot be decoded or its Example lacks image or label. `fail`: the
+    run ends with shard, byte offset and reason; `skip`: the next good record of its batch is trained a second time in
+    its place, and counted, so that steps and the plan stay as they are. Framing and CRC errors end a run either way."""
     seed: int = Field(default=1, ge=0, lt=2**32)
     """Order and augmentation follow from it alone."""
 
@@ -241,11 +245,80 @@ class Train(Section):
     """Recorded and marked, left out of the figures."""
     steps: int = Field(default=100, ge=1)
     """Measured steps, the same on every rank."""
-    learning_rate: float = Field(default=0.01, ge=0)
-    momentum: float = Field(default=0.9, ge=0, lt=1)
-    weight_decay: float = Field(default=1e-4, ge=0)
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Share of each target that is spread evenly over all classes."""
     display_every: int = Field(default=10, ge=1)
     """Steps between printed lines."""
+
+
+class Optimizer(Section):
+    """How weights are updated. The learning rate is the full one: `[schedule]` says what each step has of it."""
+
+    name: Literal["sgd", "lars"] = "sgd"
+    """`lars`: SGD whose rate is scaled for each tensor by trust * |w| / (|g| + weight_decay * |w| + epsilon), as in
+    MLPerf's reference."""
+    learning_rate: float = Field(default=0.01, ge=0)
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    nesterov: bool = False
+    weight_decay: float = Field(default=1e-4, ge=0)
+    no_decay: list[Literal["norm", "bias"]] = ["norm", "bias"]
+    """Which parameters have no weight decay, and no scaling by LARS: `norm`, those of normalisation layers; `bias`, the
+    biases of all other layers. MLPerf's ResNet leaves out both, its SSD none, its Mask R-CNN the biases."""
+    bias_lr_factor: float = Field(default=1.0, gt=0)
+    """Learning rate of biases of other than normalisation layers / that of weights; 2 in Mask R-CNN."""
+    lars_trust: float = Field(default=0.001, gt=0)
+    lars_epsilon: float = Field(default=0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Optimizer:
+        if self.nesterov and (self.momentum == 0 or self.name == "lars"):
+            raise ValueError(f"nesterov goes with name sgd and a momentum, not with {self.name} and {self.momentum}")
+        return self
+
+
+class Schedule(Section):
+    """The learning rate of each step, as a share of `optimizer.learning_rate`. Steps are counted from 0, those that
+    `train.warmup_steps` leaves out of the figures included."""
+
+    name: Literal["constant", "step", "polynomial", "cosine"] = "constant"
+    """After the warm-up: the same; multiplied at each boundary; falling to `end_learning_rate` at `length`."""
+    unit: Literal["steps", "epochs"] = "steps"
+    """Of `warmup`, `boundaries` and `length`. Epochs need a data set whose records are counted."""
+    warmup: float = Field(default=0.0, ge=0)
+    """How long the rate rises linearly, from `warmup_factor` of the full rate at step 0."""
+    warmup_factor: float = Field(default=0.0, ge=0, le=1)
+    boundaries: list[float] = []
+    """Of `step`, counted from the start of training."""
+    factor: float | list[float] = 0.1
+    """What the rate is multiplied by at every boundary, or at each."""
+    length: float = Field(default=0.0, ge=0)
+    """Of `polynomial` and `cosine`, warm-up included; 0: as long as the run."""
+    power: float = Field(default=2.0, gt=0)
+    """Of `polynomial`."""
+    end_learning_rate: float = Field(default=0.0, ge=0)
+    """Of `polynomial` and `cosine`."""
+    reference_batch: int = Field(default=0, ge=0)
+    """Linear scaling: `optimizer.learning_rate` is meant for this global batch, and grows as the global batch does.
+    0: it is used as it stands."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Schedule:
+        if bool(self.boundaries) != (self.name == "step"):
+            raise ValueError(f"boundaries are {self.boundaries}, name is {self.name!r}: `step` needs some, others none")
+        if sorted(set(self.boundaries)) != self.boundaries or min(self.boundaries, default=1) <= 0:
+            raise ValueError(f"boundaries are {self.boundaries}: expected numbers above 0, each larger than the last")
+        if isinstance(self.factor, list) and len(self.factor) != len(self.boundaries):
+            raise ValueError(f"{len(self.factor)} factors for {len(self.boundaries)} boundaries")
+        if min(self.factors, default=1) <= 0:
+            raise ValueError(f"factor is {self.factor}: expected numbers above 0")
+        if 0 < self.length <= self.warmup:
+            raise ValueError(f"length is {self.length:g}, of which the warm-up takes {self.warmup:g}")
+        return self
+
+    @property
+    def factors(self) -> list[float]:
+        """One for each boundary."""
+        return self.factor if isinstance(self.factor, list) else [self.factor] * len(self.boundaries)
 
 
 class Launch(Section):
@@ -282,6 +355,8 @@ class Recipe(Section):
     model: Model = Model()
     detection: Detection = Detection()
     train: Train = Train()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
     launch: Launch = Launch()
     cache: CacheState = CacheState()
     faults: Faults = Faults()
@@ -291,6 +366,10 @@ class Recipe(Section):
         if self.faults.slow_rank >= self.launch.ranks:
             raise ValueError(f"faults.slow_rank is {self.faults.slow_rank}, but there are {self.launch.ranks} ranks")
         self._check_detection()
+        if self.input.on_bad == "skip" and self.train.batch_size < 2:
+            raise ValueError(
+                'input.on_bad = "skip" needs a train.batch_size of at least 2: another record of the batch stands in'
+            )
         return self
 
     def _check_detection(self) -> None:
@@ -364,7 +443,7 @@ def _explain(item: Any) -> str:
             section = section.model_fields[key].annotation  # type: ignore[assignment]
         known = list(section.model_fields)
         elsewhere = [f"{part}.{location[-1]}" for part in Recipe.model_fields if location[-1] in _keys_of(part)]
-        if len(location) == 1 and elsewhere:
+        if elsewhere:
             return f"unknown recipe key {name}; did you mean {' or '.join(elsewhere)}?"
         near = difflib.get_close_matches(location[-1], known, 1, 0.4)
         return f"unknown recipe key {name}" + (

@@ -176,8 +176,25 @@ class Step(Event):
     """Samples this rank trained in this step."""
     loss: float | None
     """This rank's; None where it was not fetched from the device."""
+    learning_rate: float | None = None
+    """Of weights, in this update."""
     tags: list[str] = field(default_factory=list)
     """Odd steps: `gc`, `epoch_start`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadRecord(Event):
+    """A record that gave no sample. Each is told once, and at most a hundred by a rank; `InputTotals.bad_images` counts
+    all of them, each time."""
+
+    name: ClassVar[str] = "bad_record"
+    key: str
+    """Of its shard."""
+    offset: int
+    epoch: int
+    reason: str
+    policy: str
+    """`input.on_bad`: what became of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,8 +213,11 @@ class InputTotals(Event):
     decoded_images: int
     trained_images: int
     bad_images: int
+    """Records met that gave no sample, those decoded ahead and never trained included."""
     epochs: float
     """Passes over the training set that the requests amount to."""
+    replaced_images: int = 0
+    """Among `trained_images`: others of their batch trained a second time, in the place of records without a sample."""
     padded_images: int = 0
     """Trained a second time in their epoch, to fill its last batch; among `trained_images`."""
     inflated_bytes: int = 0
@@ -243,6 +263,21 @@ class InputStage(Event):
     """Of the queue behind it: bodies, -, records held, -, batches; 0: none."""
     queue_mean: float
     """Finished items in it, on average, when somebody came to take one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputSample(Event):
+    """Where a rank's input stands: about once a second, as its loop asks for a batch or waits for one, so once a step
+    where steps last longer. By stage; its `InputStage` has the same counters at the end."""
+
+    name: ClassVar[str] = "input_sample"
+    busy_s: dict[str, float]
+    """Since the loader began, summed over the stage's threads, GETs and waits under way included."""
+    wait_in_s: dict[str, float]
+    wait_out_s: dict[str, float]
+    queued: dict[str, int]
+    """Finished items in the queue behind the stage, now: bodies, records, batches."""
+    queue_capacity: dict[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,9 +341,11 @@ EVENTS: dict[str, type[Event]] = {
         Request,
         EndpointChange,
         Step,
+        BadRecord,
         InputTotals,
         InputReport,
         InputStage,
+        InputSample,
         Host,
         Error,
         RunEnd,
@@ -366,6 +403,7 @@ _CHECKS: dict[str, _Check] = {
     "float | None": ((float, int, type(None)), _FLOAT, None),
     "list[str]": ((list,), None, _check_strings),
     "dict[str, Any]": ((dict,), None, _check_depth),
+    "dict[str, float]": ((dict,), None, lambda values: _check_numbers(values, (int, float), *_FLOAT)),
     "dict[str, int]": ((dict,), None, lambda values: _check_numbers(values, (int,), *_INT)),
     "list[dict[str, float]]": ((list,), None, _check_rows),
 }

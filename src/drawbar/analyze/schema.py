@@ -145,6 +145,15 @@ class ReadingResult(TypedDict):
     """What the recipe left open."""
 
 
+class BadRecordResult(TypedDict):
+    """A record that gave no sample."""
+
+    shard: str
+    offset: int
+    """Of its frame's first byte in the shard."""
+    reason: str
+
+
 class InputResult(TypedDict):
     """Sums over ranks of the loaders' own counts; null where a rank wrote none."""
 
@@ -159,6 +168,11 @@ class InputResult(TypedDict):
     decoded_images: int | None
     trained_images: int | None
     bad_images: int | None
+    """Records met that gave no sample, each time; those decoded ahead and never trained included."""
+    replaced_images: int | None
+    """Among `trained_images`: others trained a second time in their batch, in the place of such records."""
+    bad_records: list[BadRecordResult]
+    """Of the ranks' reports, each record once, in order of shard and offset; at most 100."""
     padded_images: int | None
     """Trained a second time in their epoch to fill its last batch; among `trained_images`."""
     epochs: float | None

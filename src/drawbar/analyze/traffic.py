@@ -8,16 +8,26 @@ from typing import cast
 
 import numpy as np
 
-from drawbar.analyze.schema import CacheResult, CacheState, DataSetResult, EndpointResult, InputResult, Latency
+from drawbar.analyze.schema import (
+    BadRecordResult,
+    CacheResult,
+    CacheState,
+    DataSetResult,
+    EndpointResult,
+    InputResult,
+    Latency,
+)
 from drawbar.analyze.stages import first_batch_s, reading_result, stage_results
 from drawbar.analyze.throughput import percentiles
 from drawbar.analyze.timeline import Run
-from drawbar.journal import Cache, DataSet, EndpointChange, InputTotals, Request, Witness
+from drawbar.journal import BadRecord, Cache, DataSet, EndpointChange, InputTotals, Request, Witness
 
 COLD_DISK_SHARE = 0.95
 """Of the bytes served: a store that read at least this much from disk had (almost) nothing in its page cache."""
 COLD_RESIDENT_FRACTION = 0.01
 """Of a folder's bytes: less than this in the page cache counts as cold."""
+MAX_BAD_RECORDS = 100
+"""Named in a result; the counts have them all."""
 
 
 def witness_deltas(run: Run, source: str) -> dict[str, int | None]:
@@ -112,6 +122,8 @@ def input_result(run: Run) -> InputResult:
         decoded_images=summed("decoded_images"),
         trained_images=summed("trained_images"),
         bad_images=summed("bad_images"),
+        replaced_images=summed("replaced_images"),
+        bad_records=bad_records(run),
         padded_images=summed("padded_images"),
         # The rank that read most decides: its second pass over its share cannot be cold.
         epochs=max(total.epochs for total in known) if complete else None,
@@ -120,6 +132,14 @@ def input_result(run: Run) -> InputResult:
         reading=reading_result(run),
         stages=stage_results(run),
     )
+
+
+def bad_records(run: Run) -> list[BadRecordResult]:
+    told = {(event.key, event.offset): event.reason for event in cast(list[BadRecord], run.events(BadRecord))}
+    return [
+        BadRecordResult(shard=shard, offset=offset, reason=reason)
+        for (shard, offset), reason in sorted(told.items())[:MAX_BAD_RECORDS]
+    ]
 
 
 def reread_share(requests: Iterable[Request]) -> float | None:

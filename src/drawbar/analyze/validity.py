@@ -382,8 +382,18 @@ def images_add_up(facts: Facts) -> Reason | None:
 
 
 def no_bad_images(facts: Facts) -> Reason | None:
-    bad = facts.input["bad_images"]
-    return _reason("bad images", "none", f"{bad:,}", "qualified") if bad else None
+    """Where others stand in for them, the number is right, and says for how many."""
+    bad, replaced = facts.input["bad_images"] or 0, facts.input["replaced_images"] or 0
+    trained, told = facts.input["trained_images"] or 0, facts.input["bad_records"]
+    if not bad and not replaced and not told:
+        return None
+    policy = facts.run.recipe.input.on_bad
+    share = f" ({_percent(replaced / trained, 2)})" if trained else ""
+    actual = f"{bad:,} gave no sample; {replaced:,} of {trained:,} trained images{share} stand in for such"
+    actual += f"; first: {told[0]['shard']} at byte {told[0]['offset']}: {told[0]['reason']}" if told else ""
+    # More stand-ins than what they stand in for, or any where the run should have ended, were not counted right.
+    wrong = replaced > bad or (replaced > 0 and policy == "fail")
+    return _reason("bad images", "none", actual, "invalid" if wrong else "qualified")
 
 
 def whole_data_set(facts: Facts) -> Reason | None:

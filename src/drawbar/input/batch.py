@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +25,8 @@ class Record:
     payload: bytes
     padding: bool = False
     """Trained a second time in its epoch, to fill the last batch."""
+    stands_in: bool = False
+    """Trained a second time in its batch, in the place of a record that gave no sample."""
 
     @property
     def framed_bytes(self) -> int:
@@ -44,6 +47,7 @@ class Batch:
     labels: npt.NDArray[np.int64]
     """(batch,), from 0; of a detection set they are not filled."""
     records: list[Record]
+    """What is trained; where one gave no sample, the one that stands in for it."""
     buffer: Pixels | None = None
     """Of which `images` are a part, where batches differ in size."""
     targets: dict[int, Target] = field(default_factory=dict)
@@ -52,13 +56,16 @@ class Batch:
     """Of a detection set in evaluation, by the sample's number."""
     epoch: int
     """Epoch of its last record."""
+    gaps: list[int] = field(default_factory=list)
+    """Places of `records` that gave no sample."""
     _tasks_left: int = 0
     _done: threading.Event = field(default_factory=threading.Event)
     _error: BaseException | None = None
 
     @property
     def framed_bytes(self) -> int:
-        return sum(record.framed_bytes for record in self.records)
+        """Of its own records; of those that gave no sample only until others stand in for them."""
+        return sum(record.framed_bytes for record in self.records if not record.stands_in)
 
     @property
     def decoded(self) -> bool:
@@ -74,9 +81,15 @@ class Batch:
     def expect(self, num_tasks: int) -> None:
         self._tasks_left = num_tasks
 
-    def finish_task(self, error: BaseException | None) -> None:
-        """A task of it has ended. One caller at a time."""
+    def finish_task(self, error: BaseException | None, gaps: Sequence[int]) -> bool:
+        """A task of it has ended, leaving `gaps` without a sample; True: it was the last, and `finish` is to be called.
+        One caller at a time."""
         self._error = self._error or error
+        self.gaps += gaps
         self._tasks_left -= 1
-        if self._tasks_left == 0:
-            self._done.set()
+        return self._tasks_left == 0
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """It is as it will be."""
+        self._error = self._error or error
+        self._done.set()

@@ -21,7 +21,7 @@ from drawbar.dataset.listing import ShardInfo
 from drawbar.input.batch import Record
 from drawbar.input.plan import Lane, RecordIndex
 from drawbar.input.reading import Reading
-from drawbar.input.stages import Stage
+from drawbar.input.stages import Blocked, Stage, Times
 from drawbar.storage.reader import Reader
 
 _MAX_RECORDS = 4096
@@ -147,11 +147,16 @@ class Fetcher:
         self._outstanding: set[Future[tuple[bytes, float]]] = set()
         self._unread_bytes = 0
         self.stage = Stage(name="fetch", threads=reading.read_ahead, queue_capacity=reading.read_ahead)
-        self.wait_s = 0.0
-        """That the taking thread was blocked for a body."""
-        self._width_s = 0.0
-        """GETs that were allowed to run, integrated over time."""
-        self._width, self._width_t = reading.read_ahead, time.perf_counter()
+        self._waiting = Blocked()
+        self._under_way: dict[int, float] = {}
+        """Thread -> when its GET began."""
+        self._allowed = (0.0, reading.read_ahead, time.perf_counter())
+        """GETs that were allowed to run, summed over time up to the last change; how many are since; when it was."""
+
+    @property
+    def wait_s(self) -> float:
+        """That the taking thread was blocked for a body, so far."""
+        return self._waiting.total_s()
 
     def next_group(self) -> list[Source]:
         """The sources of the next stretch of reading."""
@@ -184,9 +189,23 @@ class Fetcher:
         self.stop()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._note_width()
-        self.stage.threads = self.stage.queue_capacity = self._width
+        self.stage.threads = self.stage.queue_capacity = self._allowed[1]
+        self.stage.wait_out_s = self.times_now().wait_out_s
+
+    def times_now(self) -> Times:
+        """From any thread."""
+        allowed_s, width, since_t = self._allowed
+        with self._lock:
+            now_t = time.perf_counter()
+            busy_s = self.stage.busy_s + sum(now_t - begin_t for begin_t in self._under_way.values())
         # A plan never runs out of chunks: whoever does not fetch, must not.
-        self.stage.wait_out_s = max(0.0, self._width_s - self.stage.busy_s)
+        return Times(busy_s, 0.0, max(0.0, allowed_s + width * (now_t - since_t) - busy_s))
+
+    @property
+    def num_arrived(self) -> int:
+        """Bodies that nobody has taken yet. From any thread."""
+        # (A copy: the set is another thread's, and changes while it is walked.)
+        return sum(future.done() for future in self._outstanding.copy())
 
     def unread_bytes(self) -> int:
         """Bodies that arrived and were not taken; call after `close`."""
@@ -197,26 +216,25 @@ class Fetcher:
 
     def _take(self, source: Source) -> Body:
         chunk, future = source.ahead.popleft()
-        self.stage.look(sum(other.done() for other in self._outstanding))
+        self.stage.look(self.num_arrived)
         waited = not future.done()
-        begin_t = time.perf_counter()
         try:
-            body, get_s = future.result()
+            with self._waiting.here():
+                body, get_s = future.result()
         except CancelledError:
             raise Stopped from None
         finally:
-            self.wait_s += time.perf_counter() - begin_t
             self._outstanding.discard(future)
         self._reading.note(len(body), get_s, waited)
-        if self._reading.read_ahead != self._width:
+        if self._reading.read_ahead != self._allowed[1]:
             self._note_width()
         self._top_up()
         return chunk, body
 
     def _note_width(self) -> None:
+        allowed_s, width, since_t = self._allowed
         now_t = time.perf_counter()
-        self._width_s += self._width * (now_t - self._width_t)
-        self._width, self._width_t = self._reading.read_ahead, now_t
+        self._allowed = (allowed_s + width * (now_t - since_t), self._reading.read_ahead, now_t)
 
     def _top_up(self) -> None:
         while len(self._outstanding) < self._reading.read_ahead:
@@ -253,10 +271,18 @@ class Fetcher:
     def _get(self, chunk: Chunk) -> tuple[bytes, float]:
         if self._stop.is_set():
             raise Stopped
-        begin_t = time.perf_counter()
-        body = self._reader.get(chunk.key, chunk.start, chunk.end, e_tag=chunk.e_tag)
+        thread, begin_t = threading.get_ident(), time.perf_counter()
+        with self._lock:
+            self._under_way[thread] = begin_t
+        try:
+            body = self._reader.get(chunk.key, chunk.start, chunk.end, e_tag=chunk.e_tag)
+        except BaseException:
+            with self._lock:
+                del self._under_way[thread]
+            raise
         get_s = time.perf_counter() - begin_t
         with self._lock:
+            del self._under_way[thread]
             self.stage.busy_s += get_s
             self.stage.items += 1
             self.stage.bytes += len(body)

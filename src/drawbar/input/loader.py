@@ -21,6 +21,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import numpy as np
 
@@ -35,11 +36,16 @@ from drawbar.input.reading import Reading
 from drawbar.input.records import RecordReader
 from drawbar.input.sample import SampleMaker, Samples
 from drawbar.input.sources import ReadPlan, in_turn, open_sources
-from drawbar.input.stages import Blocked, Stage
-from drawbar.journal import InputReport, InputStage, InputTotals
+from drawbar.input.stages import Blocked, Stage, Times
+from drawbar.journal import Event, InputReport, InputSample, InputStage, InputTotals
 from drawbar.storage.reader import Reader
 
 __all__ = ["Batch", "Loader", "ReadPlan", "Record"]
+
+T = TypeVar("T")
+
+_SAMPLE_S = 1.0
+"""Between two looks at the stages."""
 
 
 class Loader:
@@ -56,9 +62,10 @@ class Loader:
         decode_threads: int,
         samples: Samples | None = None,
         allocate: Callable[[tuple[int, ...]], Pixels] = lambda shape: np.empty(shape, np.uint8),
+        tell: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        """`allocate` makes the pixel buffers (pinned memory on a GPU host). Raises InputError for a `plan.state` that
-        does not fit the set or the recipe."""
+        """`allocate` makes the pixel buffers (pinned memory on a GPU host). `tell` hears, from any thread, what is for
+        the journal at once. Raises InputError for a `plan.state` that does not fit the set or the recipe."""
         self._begin_t = time.perf_counter()
         self._plan, self._reader = plan, reader
         self._sources = open_sources(plan, input)
@@ -80,13 +87,17 @@ class Loader:
             decode_threads,
             self._samples,
             seed=input.seed,
+            on_bad=input.on_bad,
             downstream=self._blocked.total_s,
+            tell=tell,
         )
         self._shuffle = Stage(name="shuffle", queue_capacity=-(-input.shuffle_buffer // plan.world_size))
         self._batch = Stage(name="batch", queue_capacity=input.prefetch_batches)
         self._totals: InputTotals | None = None
         self._first_batch_s = 0.0
-        self._trained_batches = self._trained = self._padded = 0
+        self._tell = tell
+        self._sampled_t = self._begin_t
+        self._trained_batches = self._trained = self._padded = self._replaced = 0
         # Bytes on their way, counted stage by stage and not as a difference, so that a record lost or doubled shows.
         self._batched_bytes = 0
         self._trained_bytes = 0
@@ -108,24 +119,65 @@ class Loader:
 
     def next_batch(self, timeout_s: float) -> Batch:
         """The next decoded batch. Raises DataError or a storage error of a stage; RunFailed after `timeout_s`."""
-        # A look at the queue's own list, without its lock: how many there are decoded, give or take one.
-        self._batch.look(sum(isinstance(item, Batch) and item.decoded for item in tuple(self._ready.queue)))
-        try:
-            item = self._ready.get(timeout=timeout_s)
-            if isinstance(item, BaseException):
-                raise item
-            item.wait(timeout_s)
-        except (queue.Empty, TimeoutError):
-            raise RunFailed(f"no batch for {timeout_s:g} s: input stalled") from None
+        self._batch.look(self._num_decoded())
+        if time.perf_counter() - self._sampled_t >= _SAMPLE_S:
+            self._sample()
+        item = self._waited_for(lambda seconds: self._ready.get(timeout=seconds), timeout_s)
+        if isinstance(item, BaseException):
+            raise item
+        self._waited_for(item.wait, timeout_s)
         if not self._first_batch_s:
             self._first_batch_s = time.perf_counter() - self._begin_t
         return item
+
+    def _num_decoded(self) -> int:
+        """Batches that are ready. A look at the queue's own list, without its lock: give or take one."""
+        return sum(isinstance(item, Batch) and item.decoded for item in tuple(self._ready.queue))
+
+    def _waited_for(self, wait: Callable[[float], T], timeout_s: float) -> T:
+        """What `wait` gives, with a sample each second until then."""
+        end_t = time.perf_counter() + timeout_s
+        while True:
+            left_s = end_t - time.perf_counter()
+            try:
+                return wait(max(0.0, min(left_s, _SAMPLE_S)))
+            except (queue.Empty, TimeoutError):
+                if left_s <= _SAMPLE_S:
+                    raise RunFailed(f"no batch for {timeout_s:g} s: input stalled") from None
+                self._sample()
+
+    def _sample(self) -> None:
+        """Tells of the stages as they are now: 50 us, by the thread that takes batches. What other threads count
+        meanwhile may be a moment older."""
+        self._sampled_t = time.perf_counter()
+        wait_in_s, wait_out_s = self._fetcher.wait_s, self._blocked.total_s()
+        times = {"fetch": self._fetcher.times_now(), "decode": self._pool.times_now()}
+        for stage in (self._records.stage, self._shuffle, self._batch):
+            times[stage.name] = Times(stage.busy_s, wait_in_s, wait_out_s)
+        self._tell(
+            InputSample(
+                busy_s={name: so_far.busy_s for name, so_far in times.items()},
+                wait_in_s={name: so_far.wait_in_s for name, so_far in times.items()},
+                wait_out_s={name: so_far.wait_out_s for name, so_far in times.items()},
+                queued={
+                    "fetch": self._fetcher.num_arrived,
+                    "shuffle": self._records.num_held,
+                    "batch": self._num_decoded(),
+                },
+                queue_capacity={
+                    "fetch": self._reading.read_ahead,
+                    "shuffle": self._shuffle.queue_capacity,
+                    "batch": self._batch.queue_capacity,
+                },
+            )
+        )
 
     def recycle(self, batch: Batch) -> None:
         """Counts the batch as trained and takes its pixel buffer back."""
         self._trained_batches += 1
         self._trained += len(batch.records)
         self._padded += sum(record.padding for record in batch.records)
+        self._replaced += sum(record.stands_in for record in batch.records)
         self._trained_bytes += batch.framed_bytes
         self._buffers.put(batch.images if batch.buffer is None else batch.buffer)
 
@@ -155,7 +207,8 @@ class Loader:
             decoded_images=self._pool.decoded,
             trained_images=self._trained,
             padded_images=self._padded,
-            bad_images=0,
+            replaced_images=self._replaced,
+            bad_images=self._pool.bad,
             epochs=self._reader.planned_bytes * self._plan.world_size / set_bytes,
         )
         return self._totals

@@ -16,6 +16,17 @@ from drawbar.input.image_decoder import BadImage, Decoding, Encoded, ImageDecode
 from drawbar.input.libjpeg import Pixels
 
 
+class NoSample(DataError):
+    """A record whose image cannot be decoded, or that lacks image or label."""
+
+    def __init__(self, record: Record, reason: str) -> None:
+        super().__init__(
+            f"{record.place}: {reason}",
+            hint='input.on_bad = "skip" trains another record of the batch in its place, and counts it',
+        )
+        self.record, self.reason = record, reason
+
+
 class Samples(Protocol):
     """What a loader's records become, for all decode threads of a rank."""
 
@@ -35,9 +46,9 @@ class Samples(Protocol):
     def pixels(self, buffer: Pixels, records: Sequence[Record]) -> Pixels:
         """The part of `buffer` that a batch of these records fills, (batch, height, width, 3)."""
 
-    def fill(self, batch: Batch, number: int, random: RecordRandom | None) -> None:
-        """One sample of a batch and what belongs to it: for training, or without `random` for evaluation. Raises
-        DataError, naming the record."""
+    def fill(self, record: Record, random: RecordRandom | None, batch: Batch, place: int) -> None:
+        """The record's sample, and what belongs to it, into a place of the batch: for training, or without `random` for
+        evaluation. Raises NoSample, and DataError for what the set should not have."""
 
 
 class SampleMaker:
@@ -64,13 +75,12 @@ class SampleMaker:
     def pixels(self, buffer: Pixels, records: Sequence[Record]) -> Pixels:
         return buffer[: len(records)]
 
-    def fill(self, batch: Batch, number: int, random: RecordRandom | None) -> None:
-        record = batch.records[number]
+    def fill(self, record: Record, random: RecordRandom | None, batch: Batch, place: int) -> None:
         try:
             example = parse_image_example(record.payload)
             boxes = example.boxes if self.wants_boxes else ()
         except DataError as error:
-            raise DataError(f"{record.place}: {error.message}") from None
+            raise NoSample(record, error.message) from None
         if not 1 <= example.label <= self._num_classes:
             raise DataError(
                 f"{record.place}: label {example.label} is out of range 1..{self._num_classes}",
@@ -78,12 +88,12 @@ class SampleMaker:
             )
         try:
             if random is None:
-                self.evaluate(example.encoded, batch.images[number])
+                self.evaluate(example.encoded, batch.images[place])
             else:
-                self.train(example.encoded, random, batch.images[number], boxes)
+                self.train(example.encoded, random, batch.images[place], boxes)
         except BadImage as error:
-            raise DataError(f"{record.place}: cannot decode image: {error}") from None
-        batch.labels[number] = example.label - 1
+            raise NoSample(record, f"cannot decode image: {error}") from None
+        batch.labels[place] = example.label - 1
 
     def train(self, encoded: Encoded, random: RecordRandom, out: Pixels, boxes: Sequence[Box] = ()) -> None:
         """Fills `out`, uint8 (height, width, 3) RGB: random crop, resize, flip, colours. Raises BadImage."""

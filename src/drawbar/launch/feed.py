@@ -45,6 +45,9 @@ class Feed(Protocol):
     storage: dict[str, Any]
     """What the store is talked to with, environment and defaults included; no secret."""
 
+    num_records: int | None
+    """Of the data set; None where they are not known, or there is none."""
+
     def start(self) -> None:
         """Begins reading."""
 
@@ -57,7 +60,7 @@ class Feed(Protocol):
 def open_feed(
     recipe: Recipe, world: World, device: torch.device, decoders: int, record: Callable[[Event], None]
 ) -> Feed:
-    """`record` is told of every GET, and of what becomes of endpoints."""
+    """`record` is told of every GET, of what becomes of endpoints, and of records that give no sample."""
     if recipe.input.source == "constant":
         return ConstantFeed(recipe)
     return DataFeed(recipe, world, device, decoders, record)
@@ -68,6 +71,7 @@ class ConstantFeed:
 
     endpoint = ""
     dataset_sha256 = "constant"
+    num_records: int | None = None
     decoding: dict[str, Any] | None = None
     storage: dict[str, Any] = {}  # noqa: RUF012 (an instance never changes it)
 
@@ -149,7 +153,7 @@ class DataFeed:
     def __init__(
         self, recipe: Recipe, world: World, device: torch.device, decoders: int, record: Callable[[Event], None]
     ) -> None:
-        self._recipe, self._world, self._decoders = recipe, world, decoders
+        self._recipe, self._world, self._decoders, self._record = recipe, world, decoders, record
         self._pinned = device.type == "cuda"
         on_s3 = parse_url(recipe.data.url).on_s3
         url, pattern = split_pattern(recipe.data.url)
@@ -171,6 +175,7 @@ class DataFeed:
         self._loader: Loader | None = None
         self.endpoint = self._reader.home.endpoint if recipe.storage.policy == "rank" or not on_s3 else ""
         self.dataset_sha256 = self._listing.sha256
+        self.num_records = self._listing.num_records
         self.storage = {
             "policy": recipe.storage.policy,
             "endpoints": [place.endpoint for place in places],
@@ -207,6 +212,7 @@ class DataFeed:
             samples=self.samples,
             decode_threads=self._decoders,
             allocate=self._allocate,
+            tell=self._record,
         )
 
     def next_batch(self) -> HostBatch:

@@ -103,7 +103,7 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
         agree(control, recipe, world, feed.dataset_sha256)
         _write_clock(journal, control, world, "start")
         phase.now = "build model"
-        training = build_training(recipe, world, device, dtype)
+        training = build_training(recipe, world, device, dtype, feed.num_records)
         settings = LoopSettings(
             warmup_steps=recipe.train.warmup_steps,
             steps=recipe.train.steps,

@@ -37,6 +37,7 @@ from drawbar.storage.environment import Credentials, environment_endpoint
 from drawbar.storage.reader import CountedReader
 from drawbar.storage.stores import open_place
 from drawbar.storage.urls import parse_url
+from drawbar.train.schedule import learning_rate
 
 _POLL_S = 0.5
 _FILE_WINDOW_BYTES = 64
@@ -170,6 +171,7 @@ def check_storage(recipe: Recipe, status: Callable[[str], None] = lambda text: N
     Raises InputError or EnvironmentUnfit naming the endpoint, bucket or shard; DataError for a damaged one.
     """
     if recipe.input.source == "constant":
+        _check_schedule(recipe, None)
         return Storage(endpoints=[], credentials=None, store=None, listing=None)
     found = _find_storage(recipe)
     assert found.listing is not None  # noqa: S101
@@ -181,8 +183,14 @@ def check_storage(recipe: Recipe, status: Callable[[str], None] = lambda text: N
         if index is not None:
             found = replace(found, listing=index.apply(found.listing), index=index)
     assert found.listing is not None  # noqa: S101
+    _check_schedule(recipe, found.listing.num_records)
     check_plan(found.listing.shards, world_size=recipe.launch.ranks, batch_size=recipe.train.batch_size)
     return found
+
+
+def _check_schedule(recipe: Recipe, num_records: int | None) -> None:
+    """Raises RecipeError before ranks are started, as each of them would."""
+    learning_rate(recipe, total_steps=recipe.train.warmup_steps + recipe.train.steps, num_records=num_records)
 
 
 def _check_fits(recipe: Recipe, manifest: Manifest) -> None:

@@ -26,6 +26,7 @@ from drawbar.analyze.facts import Facts, load_facts
 from drawbar.analyze.result import finite, result_of, write_whole
 from drawbar.analyze.schema import Result
 from drawbar.report import words
+from drawbar.report.input_figures import queues_figure
 from drawbar.report.plot import Figure
 from drawbar.report.step_figures import data_wait_figure, shares_figure, step_time_figure, throughput_figure
 from drawbar.report.store_figures import bytes_figure, hosts_figure
@@ -76,6 +77,7 @@ def figures(facts: Facts, result: Result) -> dict[str, Figure]:
         step_time_figure(facts, result),
         data_wait_figure(facts),
         bytes_figure(result),
+        queues_figure(facts),
         hosts_figure(facts),
     ]
     return {figure.id: figure for figure in made if figure is not None}

@@ -164,6 +164,7 @@ def summary_text(result: Result) -> str:
         _rank_table(result),
         _endpoint_table(result),
         _stage_table(result),
+        _bad_records_block(result),
         _facts_block(result),
         _validity_block(result),
         _wrapped(words.meaning_sentence(result)),
@@ -286,6 +287,16 @@ def _stage_table(result: Result) -> list[str]:
         for stage in result["input"]["stages"]
     ]
     return ["Input (share of each stage's time; how full the queue behind it is)", *table(header, rows, (0,))]
+
+
+def _bad_records_block(result: Result) -> list[str]:
+    first, *rest = words.bad_records(result) or [""]
+    if not first:
+        return []
+    return [
+        f"Bad records: {first}",
+        *(line for text in rest for line in textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ")),
+    ]
 
 
 def _facts_block(result: Result) -> list[str]:

@@ -92,6 +92,10 @@ def meaning_sentence(result: Result) -> str:
         "constant": "trained from one constant batch",
         "memory": "decoded and trained, from records repeated in memory,",
     }.get(result["input"]["source"], "read, decoded and trained")
+    replaced = result["input"]["replaced_images"]
+    if replaced:
+        trained = result["input"]["trained_images"] or replaced
+        counted += f" ({percent(replaced / trained, 2)} of them a second time, for want of a good record)"
     with_reasons = "; quote it with the reasons above" if result["validity"]["reasons"] else ""
     return f"This many images per second were {counted} by all ranks together{with_reasons}."
 
@@ -174,6 +178,20 @@ def reading_sentence(result: Result) -> str:
     padded = result["input"]["padded_images"]
     filled = f"; {plural(padded, 'image')} trained twice to fill a last batch" if padded else ""
     return f"GETs of up to {size} MiB, {ahead} ahead{how}{begun}{filled}"
+
+
+def bad_records(result: Result, at_most: int = 5) -> list[str]:
+    """What was found of records that gave no sample, one line each, the counts first; empty where there was none."""
+    counts = result["input"]
+    bad, replaced, told = counts["bad_images"] or 0, counts["replaced_images"] or 0, counts["bad_records"]
+    if not bad and not told:
+        return []
+    # A rank that failed wrote no totals; what it reported is in its journal all the same.
+    lines = [f"{plural(max(bad, len(told)), 'record')} gave no sample; others stood in for {replaced:,} of them"]
+    lines += [f"{row['shard']} at byte {row['offset']}: {row['reason']}" for row in told[:at_most]]
+    if len(told) > at_most:
+        lines.append(f"and {len(told) - at_most:,} more in result.json")
+    return lines
 
 
 def endpoint_troubles(result: Result) -> list[str]:

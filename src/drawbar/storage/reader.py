@@ -57,7 +57,9 @@ class Reader(Protocol):
 
     def get(self, key: str, start: int, end: int, *, kind: str = "data", e_tag: str = "") -> bytes: ...
 
-    def reread(self, key: str, start: int, end: int, why: str, *, e_tag: str = "") -> bytes: ...
+    def blame(self, key: str, start: int, end: int, why: str) -> None: ...
+
+    def reread(self, key: str, start: int, end: int, *, e_tag: str = "") -> bytes: ...
 
     def stop(self) -> None: ...
 
@@ -121,18 +123,23 @@ class CountedReader:
                 self.planned_bytes -= planned
             raise
 
-    def reread(self, key: str, start: int, end: int, why: str, *, e_tag: str = "") -> bytes:
-        """The same bytes once more, as those that `get` returned are damaged: `why` goes into the journal.
+    def blame(self, key: str, start: int, end: int, why: str) -> None:
+        """Writes down that these bytes, as `get` returned them, were damaged."""
+        for index in sorted(self._senders_of(key, start, end)):
+            self._changed(EndpointChange(endpoint=self._places[index].endpoint, change="corrupt", why=why))
 
-        From another endpoint than the one that sent them, where there is one. Raises what `get` raises.
-        """
+    def reread(self, key: str, start: int, end: int, *, e_tag: str = "") -> bytes:
+        """The same bytes once more, from another endpoint than the one whose answer to `get` they were, where there is
+        one. Raises what `get` raises."""
+        wanted = _Wanted(key=key, start=start, end=end, kind="data", e_tag=e_tag, reread=True)
+        return self._tried(wanted, self._senders_of(key, start, end))
+
+    def _senders_of(self, key: str, start: int, end: int) -> set[int]:
+        """Endpoints that sent a part of these bytes."""
         with self._lock:
-            senders = {
+            return {
                 index for (name, at), (to, index) in self._senders.items() if name == key and at < end and to > start
             }
-        for index in sorted(senders):
-            self._changed(EndpointChange(endpoint=self._places[index].endpoint, change="corrupt", why=why))
-        return self._tried(_Wanted(key=key, start=start, end=end, kind="data", e_tag=e_tag, reread=True), senders)
 
     def stop(self) -> None:
         """Ends pauses and waits, so that every `get` returns or raises within its time-outs, and is not tried again."""

@@ -12,6 +12,8 @@ from drawbar.models.build import build_model
 from drawbar.models.names import DETECTORS
 from drawbar.train.detection import DetectionObjective
 from drawbar.train.objective import Classification, Objective
+from drawbar.train.optimizer import build_optimizer
+from drawbar.train.schedule import learning_rate
 from drawbar.train.step import Step, TrainStep
 from drawbar.world import World
 
@@ -24,8 +26,11 @@ class Training:
     step: Step
 
 
-def build_training(recipe: Recipe, world: World, device: torch.device, dtype: torch.dtype) -> Training:
-    """Needs the process group where there is more than one rank."""
+def build_training(
+    recipe: Recipe, world: World, device: torch.device, dtype: torch.dtype, num_records: int | None
+) -> Training:
+    """`num_records`: of the data set, None where they are not known. Needs the process group where there is more than
+    one rank."""
     model = _model(recipe).to(device)
     if recipe.model.channels_last:
         model = model.to(memory_format=torch.channels_last)
@@ -34,10 +39,15 @@ def build_training(recipe: Recipe, world: World, device: torch.device, dtype: to
         exchanged = nn.parallel.DistributedDataParallel(
             model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True
         )
-    optimizer = torch.optim.SGD(
-        model.parameters(), recipe.train.learning_rate, recipe.train.momentum, weight_decay=recipe.train.weight_decay
+    optimizer = build_optimizer(model, recipe.optimizer)
+    step = TrainStep(
+        exchanged,
+        optimizer,
+        make_objective(recipe, device, dtype),
+        learning_rate(recipe, total_steps=recipe.train.warmup_steps + recipe.train.steps, num_records=num_records),
+        device=device,
+        dtype=dtype,
     )
-    step = TrainStep(exchanged, optimizer, make_objective(recipe, device, dtype), device=device, dtype=dtype)
     return Training(model=model, optimizer=optimizer, step=step)
 
 
@@ -56,4 +66,6 @@ def make_objective(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> 
         return DetectionObjective(
             device=device, dtype=dtype, channels_last=channels_last, pixels=recipe.detection.pixels
         )
-    return Classification(device=device, dtype=dtype, channels_last=channels_last)
+    return Classification(
+        device=device, dtype=dtype, channels_last=channels_last, label_smoothing=recipe.train.label_smoothing
+    )

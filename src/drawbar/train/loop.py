@@ -10,14 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
 from drawbar.errors import RunFailed
 from drawbar.journal import JournalWriter
 from drawbar.journal import Step as StepEvent
 from drawbar.train.batch import HostBatch
 from drawbar.train.clock import CudaClock, HostClock
-from drawbar.train.step import Spans, Step
+from drawbar.train.step import Step, Trained
 
 _STEPS_IN_FLIGHT = 2
 """How far the host may run ahead of a GPU: enough to hide the launch, little enough to notice trouble at once."""
@@ -76,7 +74,7 @@ def train(
         wait_start = time.perf_counter()
         batch = next_batch()
         data_wait_s = time.perf_counter() - wait_start
-        loss, spans = step.run(batch)
+        trained = step.run(batch)
         if settings.slow_step_s:
             time.sleep(settings.slow_step_s)
         mark = clock.mark()
@@ -89,8 +87,7 @@ def train(
                 start=previous,
                 end=mark,
                 data_wait_s=data_wait_s,
-                spans=spans,
-                loss=loss,
+                trained=trained,
                 batch=batch,
                 tags=tags,
             )
@@ -116,22 +113,22 @@ class _Pending:
     start: Any
     end: Any
     data_wait_s: float
-    spans: Spans
-    loss: torch.Tensor
+    trained: Trained
     batch: HostBatch
     tags: list[str]
 
 
 def _finish(step: _Pending, clock: HostClock | CudaClock, journal: JournalWriter, rank: int) -> None:
     start_t, end_t = clock.resolve(step.start), clock.resolve(step.end)
-    loss = float(step.loss)
+    trained, spans = step.trained, step.trained.spans
+    loss = float(trained.loss)
     step.batch.release()
     if isinstance(clock, CudaClock):
         # The host's spans only enqueue; what the device did not spend waiting for data it spent computing.
         copy_s, optimizer_s = 0.0, 0.0
         compute_s = max(0.0, end_t - start_t - step.data_wait_s)
     else:
-        copy_s, compute_s, optimizer_s = step.spans.copy_s, step.spans.compute_s, step.spans.optimizer_s
+        copy_s, compute_s, optimizer_s = spans.copy_s, spans.compute_s, spans.optimizer_s
     journal.write(
         StepEvent(
             step=step.number,
@@ -144,12 +141,13 @@ def _finish(step: _Pending, clock: HostClock | CudaClock, journal: JournalWriter
             optimizer_s=optimizer_s,
             samples=step.batch.samples,
             loss=loss,
+            learning_rate=trained.learning_rate,
             tags=step.tags,
         )
     )
     if not math.isfinite(loss):
         raise RunFailed(
-            f"loss is {loss} at step {step.number} on rank {rank}", hint="lower train.learning_rate, or fp32"
+            f"loss is {loss} at step {step.number} on rank {rank}", hint="lower optimizer.learning_rate, or fp32"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from drawbar.train.batch import HostBatch
 from drawbar.train.objective import Objective
+from drawbar.train.optimizer import set_learning_rate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,29 +24,48 @@ class Spans:
     optimizer_s: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """What became of one batch."""
+
+    loss: torch.Tensor
+    """A scalar on the device, detached."""
+    learning_rate: float
+    spans: Spans
+
+
 class Step(Protocol):
     """What a step does; `train/loop.py` says when and writes down how long."""
 
-    def run(self, batch: HostBatch) -> tuple[torch.Tensor, Spans]:
-        """Trains one batch. Returns the loss (a scalar on the device, detached) and the host's spans."""
+    def run(self, batch: HostBatch) -> Trained:
+        """Trains one batch."""
 
 
 class TrainStep:
-    """Normalise, forward, backward (DistributedDataParallel exchanges gradients meanwhile), update."""
+    """Normalise, forward, backward (DistributedDataParallel exchanges gradients meanwhile), update.
+
+    `learning_rate` maps the number of a step, from 0, to its rate.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         objective: Objective,
+        learning_rate: Callable[[int], float],
         *,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
+        self.number = 0
+        """Of the next step; a resumed training sets it."""
         self._model, self._optimizer, self._objective = model, optimizer, objective
+        self._learning_rate = learning_rate
         self._device, self._dtype = device, dtype
 
-    def run(self, batch: HostBatch) -> tuple[torch.Tensor, Spans]:
+    def run(self, batch: HostBatch) -> Trained:
+        rate = self._learning_rate(self.number)
+        self.number += 1
         start = time.perf_counter()
         on_device = self._objective.to_device(batch)
         copied = time.perf_counter()
@@ -52,7 +73,9 @@ class TrainStep:
             loss = self._objective.loss(self._model, on_device)
         loss.backward()  # type: ignore[no-untyped-call]
         computed = time.perf_counter()
+        set_learning_rate(self._optimizer, rate)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         end = time.perf_counter()
-        return loss.detach(), Spans(copy_s=copied - start, compute_s=computed - copied, optimizer_s=end - computed)
+        spans = Spans(copy_s=copied - start, compute_s=computed - copied, optimizer_s=end - computed)
+        return Trained(loss=loss.detach(), learning_rate=rate, spans=spans)
