@@ -54,14 +54,6 @@ def seen_at(pixels: np.ndarray) -> np.ndarray:
     return found
 
 
-def whole(target: Target) -> np.ndarray:
-    mask = np.zeros(target.size, np.uint8)
-    (part,) = target.masks
-    height, width = part.pixels.shape
-    mask[part.top : part.top + height, part.left : part.left + width] = part.pixels
-    return mask
-
-
 @pytest.mark.parametrize("number", range(30))
 def test_ssds_boxes_lie_on_the_object(number: int) -> None:
     pixels, target = sample(samples_of(SSD), spot_record(number, crowd=number % 2 == 0))
@@ -80,7 +72,7 @@ def test_mask_rcnns_boxes_and_masks_lie_on_the_object(number: int) -> None:
     record = spot_record(number, height=150 if upright else 90, width=100 if upright else 140)
     pixels, target = sample(samples_of(MASK_RCNN), record)
     assert target.size == pixels.shape[:2] == ((144, 96) if upright else (96, 149))
-    seen, mask = seen_at(pixels), whole(target)
+    seen, mask = seen_at(pixels), target.masks[0].whole(*target.size)
     assert (seen & (mask > 0)).sum() / (
         seen | (mask > 0)
     ).sum() > 0.88  # objects of 500 pixels, and the mask is a nearest pixel

@@ -158,7 +158,7 @@ def spots(count: int) -> tuple[torch.Tensor, list[Target], list[GroundTruth]]:
                 labels=labels,
                 crowd=np.zeros(2, np.bool_),
                 areas=np.array([mask.sum() for mask in masks], np.float64),
-                masks=masks,
+                masks=[Mask.of(mask) for mask in masks],
             )
         )
     return torch.from_numpy(np.stack(pixels)), targets, truths

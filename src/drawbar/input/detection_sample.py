@@ -174,7 +174,7 @@ class DetectionSamples:
             labels=labels,
             crowd=record.crowd,
             areas=record.areas,
-            masks=[record.mask(number) for number in range(len(record.boxes))] if self.with_masks else [],
+            masks=[Mask.of(record.mask(number)) for number in range(len(record.boxes))] if self.with_masks else [],
         )
 
     def _moved(self, boxes: npt.NDArray[np.float64], window: Window, flip: bool, out: Pixels) -> detection.Boxes:
