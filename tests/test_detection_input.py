@@ -104,7 +104,7 @@ def test_evaluation_sees_the_whole_image_and_its_own_pixels(name: str) -> None:
         records=[record],
         epoch=0,
     )
-    samples.fill(record, None, batch, 0)
+    samples.fill(batch, 0, record, None)
     truth = batch.truths[0]
     assert (truth.image_id, truth.height, truth.width, truth.size) == (77, 90, 140, (height, width))
     assert np.array_equal(truth.boxes, coco.boxes)
@@ -233,7 +233,7 @@ def failing(change: dict[str, Any], name: str = MASK_RCNN, category_map: dict[st
     record = replace(good, payload=encode_example(features))
     batch = Batch(images=np.empty((1, 96, 160, 3), np.uint8), labels=np.empty(1, np.int64), records=[record], epoch=0)
     with pytest.raises(DataError) as caught:
-        samples.fill(record, RecordRandom(1, 0, 0, 0), batch, 0)
+        samples.fill(batch, 0, record, RecordRandom(1, 0, 0, 0))
     assert "\n" not in caught.value.message
     assert caught.value.message.startswith("spots at byte 1: ")
     return caught.value.message

@@ -14,6 +14,7 @@ import typer
 from drawbar import __version__
 from drawbar.data_cli import JsonFlag, data_app
 from drawbar.errors import DrawbarError, EnvironmentUnfit, Interrupted
+from drawbar.model_commands import complete_name
 from drawbar.probe.names import STAGE_NAMES, StageName
 from drawbar.terminal import open_missing_streams, write_line
 
@@ -136,6 +137,39 @@ def run(
 
 
 @app.command(
+    "tf-cnn",
+    short_help="A command line of tf_cnn_benchmarks, as it stands.",
+    epilog="Example: drawbar tf-cnn --dry-run -- --model=resnet50 --batch_size=64 --nodistortions --use_fp16=True",
+)
+def tf_cnn(
+    flags: Annotated[
+        list[str] | None, typer.Argument(metavar="-- FLAGS", help="Those of tf_cnn_benchmarks, and --ecs_node.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print the recipe, and where each key is from.")
+    ] = False,
+    ignore_unknown: Annotated[
+        bool, typer.Option("--ignore-unknown", help="Go on without the flags that have no counterpart.")
+    ] = False,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one key; may be repeated.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The run directory, new or empty.  [default: runs/NAME-TIME]")
+    ] = None,
+    json_out: JsonFlag = False,
+) -> None:
+    """Runs what a command line of tf_cnn_benchmarks means: its flags become a recipe, and that is run."""
+    from drawbar.tf_cnn import command
+
+    if dry_run:
+        command.dry_run(flags or [], settings or [], ignore_unknown=ignore_unknown, json_out=json_out)
+        return
+    arguments = {"ignore_unknown": ignore_unknown, "json_out": json_out}
+    _finish_run(command.run(flags or [], settings or [], out, **arguments), json_out)
+
+
+@app.command(
     short_help="What each stage of the input can do alone.",
     epilog="Example: drawbar probe recipes/quickstart.toml --only read --set launch.ranks=4",
 )
@@ -157,6 +191,27 @@ def probe(
     loaded = load_recipe(recipe, settings or [])
     rates = prober.probe(loaded, [only] if only else STAGE_NAMES, seconds)
     print(prober.to_json(loaded, rates) if json_out else prober.to_text(loaded, rates))
+
+
+@app.command(
+    short_help="The models: input size, parameters, arithmetic, gradient bytes.",
+    epilog="Example: drawbar models resnet50 inception4 timm:convnext_tiny",
+)
+def models(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME]...",
+            autocompletion=complete_name,
+            help="Also torchvision:NAME and timm:NAME.  [default: all but those]",
+        ),
+    ] = None,
+    json_out: JsonFlag = False,
+) -> None:
+    """The models that a recipe can name, and what each costs: input size, parameters, arithmetic, gradient bytes."""
+    from drawbar.model_commands import show
+
+    show(names or [], json_out)
 
 
 @app.command(

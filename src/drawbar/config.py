@@ -20,6 +20,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from drawbar.errors import RecipeError
+from drawbar.models.names import find_model
 from drawbar.storage.urls import parse_url
 
 
@@ -128,8 +129,8 @@ class Input(Section):
     source: Literal["data", "memory", "constant"] = "data"
     """`memory`: the records of one GET of each rank, repeated from memory: storage rests. `constant`: one made-up
     batch, repeated; nothing is read or decoded. The result says so."""
-    image_size: int = Field(default=224, ge=8, le=4096)
-    """Pixels of the square crop."""
+    image_size: int = Field(default=0, ge=0, le=4096)
+    """Pixels of the square crop, at least 8. 0: the model's own, which the recipe then holds."""
     decoder: Literal["auto", "region", "full"] = "auto"
     """`region`: only the crop window is decoded; `full`: the whole image is; `auto`: region where it was built, and the
     result says which. Equal pixels, but for `fast` decoding at a fraction of the size, which only `region` does."""
@@ -161,10 +162,17 @@ class Input(Section):
     seed: int = Field(default=1, ge=0, lt=2**32)
     """Order and augmentation follow from it alone."""
 
+    @field_validator("image_size")
+    @classmethod
+    def _no_tiny_images(cls, image_size: int) -> int:
+        if 0 < image_size < 8:
+            raise ValueError(f"{image_size} pixels are too few: expected at least 8, or 0 (the model's own)")
+        return image_size
+
 
 class Model(Section):
     name: str = "resnet50"
-    """One of `drawbar.models.names.MODEL_NAMES`."""
+    """One of `drawbar.models.names.MODEL_NAMES` (`drawbar models` lists them), `torchvision:NAME` or `timm:NAME`."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """`auto`: bf16 on GPUs and on CPUs with AVX512-BF16 or AMX, fp32 elsewhere."""
     channels_last: bool = True
@@ -172,15 +180,7 @@ class Model(Section):
     @field_validator("name")
     @classmethod
     def _known(cls, name: str) -> str:
-        from drawbar.models.names import MODEL_NAMES
-
-        if name not in MODEL_NAMES:
-            near = difflib.get_close_matches(name, MODEL_NAMES, 1, 0.4)
-            raise ValueError(
-                f"unknown model {name!r}"
-                + (f"; did you mean {near[0]!r}?" if near else "")
-                + f" (known: {', '.join(MODEL_NAMES)})"
-            )
+        find_model(name)
         return name
 
 
@@ -321,6 +321,30 @@ class Schedule(Section):
         return self.factor if isinstance(self.factor, list) else [self.factor] * len(self.boundaries)
 
 
+class Summaries(Section):
+    """TensorBoard's event files, written by rank 0 between steps. They need the extra `tensorboard`."""
+
+    verbosity: int = Field(default=0, ge=0, le=3)
+    """0: none; 1: loss, learning rate, images/s of rank 0; 2: also a histogram of all gradients; 3: also one of each
+    weight and of its gradient. As in tf_cnn_benchmarks, but for its images at 3."""
+    every_steps: int = Field(default=10, ge=0)
+    """Steps from one to the next, warm-up included; 0: none."""
+    dir: str = ""
+    """The train directory, a folder. Empty: `train` in the run directory. `{time}` in it becomes the time of the start,
+    such as 2026-12-01-00-31-46."""
+
+    @field_validator("dir")
+    @classmethod
+    def _is_folder(cls, folder: str) -> str:
+        if "://" in folder:
+            raise ValueError(f"{folder!r} is no folder: event files are written to a local or shared file system")
+        return folder
+
+    @property
+    def wanted(self) -> bool:
+        return self.verbosity > 0 and self.every_steps > 0
+
+
 class Launch(Section):
     ranks: int = Field(default=1, ge=1, le=4096)
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -357,6 +381,7 @@ class Recipe(Section):
     train: Train = Train()
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
+    summaries: Summaries = Summaries()
     launch: Launch = Launch()
     cache: CacheState = CacheState()
     faults: Faults = Faults()
@@ -365,11 +390,15 @@ class Recipe(Section):
     def _fits_together(self) -> Recipe:
         if self.faults.slow_rank >= self.launch.ranks:
             raise ValueError(f"faults.slow_rank is {self.faults.slow_rank}, but there are {self.launch.ranks} ranks")
-        self._check_detection()
         if self.input.on_bad == "skip" and self.train.batch_size < 2:
             raise ValueError(
                 'input.on_bad = "skip" needs a train.batch_size of at least 2: another record of the batch stands in'
             )
+        if self.input.image_size == 0:
+            # Everybody who reads the recipe later sees the number. A frozen model is filled in through its dict.
+            size = find_model(self.model.name).image_size
+            self.__dict__["input"] = self.input.model_copy(update={"image_size": size})
+        self._check_detection()
         return self
 
     def _check_detection(self) -> None:
@@ -385,8 +414,9 @@ class Recipe(Section):
             raise ValueError(f"detection.box_sizes is {settings.box_sizes}: {name} needs {sides} sides")
 
     def sha256(self) -> str:
-        """Of the canonical JSON, equal on all ranks; where the embedded store lies is no part of the job."""
-        job = self.model_dump(exclude={"storage": {"embedded_dir"}})
+        """Of the canonical JSON, equal on all ranks. Where the embedded store lies and where event files go is no part
+        of the job."""
+        job = self.model_dump(exclude={"storage": {"embedded_dir"}, "summaries": {"dir"}})
         return hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
 
     def to_toml(self) -> str:
@@ -409,6 +439,11 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"{path} is no TOML: {error}") from None
+    return recipe_from_tree(tree, overrides)
+
+
+def recipe_from_tree(tree: dict[str, Any], overrides: Sequence[str] = ()) -> Recipe:
+    """As `load_recipe`, from the sections as they stand in a file; `tree` is changed by the overrides."""
     for override in overrides:
         _apply(tree, override)
     try:

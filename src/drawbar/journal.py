@@ -198,6 +198,15 @@ class BadRecord(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Summary(Event):
+    """Rank 0 wrote to TensorBoard's event file after a step; the next step began when it had."""
+
+    name: ClassVar[str] = "summary"
+    step: int
+    write_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class InputTotals(Event):
     """What the loader of this rank did from start to drain; written once, after the last step."""
 
@@ -342,6 +351,7 @@ EVENTS: dict[str, type[Event]] = {
         EndpointChange,
         Step,
         BadRecord,
+        Summary,
         InputTotals,
         InputReport,
         InputStage,

@@ -63,6 +63,11 @@ _LAUNCHERS = (
 )
 
 
+def launched_by(environ: Mapping[str, str] = os.environ) -> str:
+    """The launcher by whose variables this process is a rank; empty where there are none."""
+    return next((name for name, rank, size, _ in _LAUNCHERS if rank in environ and size in environ), "")
+
+
 def launcher_rank(environ: Mapping[str, str] = os.environ) -> Launched:
     """By the variables of torchrun, Open MPI, MPICH's kin (PMI) or srun; else rank 0 of 1. Needs no torch and no MPI.
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from drawbar.analyze.facts import Facts, load_facts
 from drawbar.analyze.failure import first_cause
-from drawbar.analyze.schema import RESULT_SCHEMA, RankResult, Result, Throughput, Verdict
+from drawbar.analyze.schema import RESULT_SCHEMA, RankResult, Result, SummariesResult, Throughput, Verdict
 from drawbar.analyze.throughput import (
     accelerator_utilization,
     data_wait,
@@ -28,7 +28,7 @@ from drawbar.analyze.throughput import (
 from drawbar.analyze.timeline import RankTimeline
 from drawbar.analyze.traffic import input_totals
 from drawbar.analyze.validity import judge
-from drawbar.journal import InputTotals
+from drawbar.journal import InputTotals, Summary
 
 RESULT_NAME = "result.json"
 
@@ -70,6 +70,7 @@ def result_of(facts: Facts) -> Result:
         data_set=facts.data_set,
         cache=facts.cache,
         quality=None,
+        summaries=_summaries(ranks),
         validity=judge(facts),
         verdict=_verdict(facts),
         started_unix_s=first.unix_s if first else None,
@@ -118,6 +119,11 @@ def _rank(rank: RankTimeline, rate: float | None, totals: InputTotals | None) ->
         clock_offset_s=rank.clock.offset_s[0] if rank.clock.offset_s else None,
         clock_uncertainty_s=rank.clock.uncertainty_s,
     )
+
+
+def _summaries(ranks: list[RankTimeline]) -> SummariesResult | None:
+    events = [event for rank in ranks for event in rank.journal.of(Summary)]
+    return SummariesResult(written=len(events), write_s=sum(event.write_s for event in events)) if events else None
 
 
 def _verdict(facts: Facts) -> Verdict:

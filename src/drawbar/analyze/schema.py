@@ -210,6 +210,15 @@ class CacheResult(TypedDict):
     note: str
 
 
+class SummariesResult(TypedDict):
+    """TensorBoard's event files, which rank 0 wrote between steps."""
+
+    written: int
+    """Times."""
+    write_s: float
+    """In all. No step of rank 0 holds it; other ranks wait for it in the exchange of their next step."""
+
+
 class HostResult(TypedDict):
     """Over the common interval, or over all samples where there is none."""
 
@@ -291,6 +300,8 @@ class Result(TypedDict):
     """None with a constant batch."""
     cache: CacheResult
     quality: None
+    summaries: SummariesResult | None
+    """Null where none were written."""
     validity: Validity
     verdict: Verdict
     started_unix_s: float | None

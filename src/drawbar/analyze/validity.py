@@ -192,7 +192,8 @@ def whole_batches(facts: Facts) -> Reason | None:
 
 
 def steps_follow_each_other(facts: Facts) -> Reason | None:
-    """The loop starts a step with the mark that ended the one before, so every second belongs to one step."""
+    """The loop starts a step with the mark that ended the one before, so every second belongs to one step, or to a
+    pause between two."""
     for rank in facts.run.ranks:
         previous: Step | None = None
         for step in sorted(rank.journal.of(Step), key=attrgetter("step")):
@@ -209,8 +210,11 @@ def _bad_times(step: Step, previous: Step | None, *, on_host_clock: bool) -> str
         return "the end is not after the start"
     if min(step.data_wait_s, step.copy_s, step.compute_s, step.optimizer_s) < 0:
         return "a negative span"
-    if previous is not None and previous.step + 1 == step.step and abs(step.start_t - previous.end_t) > SAME_TIME_S:
-        return f"{step.start_t - previous.end_t:.3g} s between the two"
+    paused = any(tag.startswith("after_") for tag in step.tags)
+    if previous is not None and previous.step + 1 == step.step:
+        between_s = step.start_t - previous.end_t
+        if between_s < -SAME_TIME_S or (between_s > SAME_TIME_S and not paused):
+            return f"{between_s:.3g} s between the two"
     # A GPU's clock drifts against the host's, on which the line was written.
     if on_host_clock and step.end_t > step.t + SAME_TIME_S:
         return "an end after its own line was written"

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drawbar.dataset.tfrecord import FRAME_BYTES
+from drawbar.errors import DataError
 from drawbar.input.libjpeg import Pixels
 from drawbar.input.target import GroundTruth, Target
 
@@ -36,6 +37,15 @@ class Record:
     def place(self) -> str:
         """Where it lies, for messages."""
         return f"{self.key} at byte {self.offset}"
+
+
+class NoSample(DataError):
+    """A record that makes no sample: its image cannot be decoded, or it lacks what is needed."""
+
+    def __init__(self, record: Record, reason: str, hint: str | None = None) -> None:
+        skip = 'input.on_bad = "skip" trains another record of the batch in its place, and counts it'
+        super().__init__(f"{record.place}: {reason}", hint=hint or skip)
+        self.record, self.reason = record, reason
 
 
 @dataclass(kw_only=True)

@@ -15,8 +15,8 @@ from typing import Literal
 
 from drawbar.errors import DataError
 from drawbar.input.augment import RecordRandom
-from drawbar.input.batch import Batch, Record
-from drawbar.input.sample import NoSample, Samples
+from drawbar.input.batch import Batch, NoSample, Record
+from drawbar.input.sample import Samples
 from drawbar.input.stages import Stage, Times
 from drawbar.journal import BadRecord
 
@@ -38,12 +38,12 @@ class DecodePool:
         seed: int,
         on_bad: Literal["fail", "skip"] = "fail",
         downstream: Callable[[], float] = lambda: 0.0,
-        evaluate: bool = False,
         tell: Callable[[BadRecord], None] = lambda event: None,
+        evaluate: bool = False,
     ) -> None:
-        """`downstream`: seconds so far in which nothing could be given to the pool because its output was full.
-        `evaluate`: samples for evaluation, in which nothing is random. `tell` hears of records that gave no sample,
-        from any thread."""
+        """`downstream`: seconds so far in which nothing could be given to the pool because its output was full. `tell`
+        hears of records that gave no sample, from any thread. `evaluate`: samples for evaluation, in which nothing is
+        random."""
         self._samples, self._evaluate = samples, evaluate
         self._seed, self._downstream = seed, downstream
         self._on_bad, self._tell = on_bad, tell
@@ -191,6 +191,6 @@ class DecodePool:
         )
 
     def _decode(self, record: Record, draws_of: Record, batch: Batch, place: int) -> None:
-        """Into that place of the batch. Raises NoSample, and DataError for what the set should not have."""
-        draws = RecordRandom(self._seed, draws_of.epoch, draws_of.shard, draws_of.offset)
-        self._samples.fill(record, None if self._evaluate else draws, batch, place)
+        """Into that place of the batch. Raises NoSample, and DataError for a label that the set should not have."""
+        draws = None if self._evaluate else RecordRandom(self._seed, draws_of.epoch, draws_of.shard, draws_of.offset)
+        self._samples.fill(batch, place, record, draws)

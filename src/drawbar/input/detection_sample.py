@@ -21,11 +21,10 @@ from drawbar.dataset.coco_record import CocoRecord, image_size, parse_coco_recor
 from drawbar.errors import DataError
 from drawbar.input import detection
 from drawbar.input.augment import RecordRandom
-from drawbar.input.batch import Batch, Record
+from drawbar.input.batch import Batch, NoSample, Record
 from drawbar.input.distort import jitter_colours
 from drawbar.input.image_decoder import BadImage, Decoding, ImageDecoder, Placement
 from drawbar.input.libjpeg import Pixels, Window
-from drawbar.input.sample import NoSample
 from drawbar.input.target import GroundTruth, Mask, Target
 
 Labels = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
@@ -96,20 +95,20 @@ class DetectionSamples:
         height, width = detection.padded_size([self.size_of(*_image_size(record)) for record in records])
         return buffer[: len(records) * height * width * 3].reshape(len(records), height, width, 3)
 
-    def fill(self, record: Record, random: RecordRandom | None, batch: Batch, place: int) -> None:
+    def fill(self, batch: Batch, number: int, record: Record, random: RecordRandom | None) -> None:
         try:
             coco = parse_coco_record(record.payload)
         except DataError as error:
             raise NoSample(record, error.message) from None
         labels = self._labels_of(coco, record)
         height, width = self.size_of(coco.height, coco.width)
-        room = batch.images[place]
+        room = batch.images[number]
         out = room if room.shape[:2] == (height, width) else np.empty((height, width, 3), np.uint8)
         try:
             if random is None:
-                batch.truths[place] = self.evaluate(coco, labels, out)
+                batch.truths[number] = self.evaluate(coco, labels, out)
             else:
-                batch.targets[place] = self.train(coco, labels, random, out)
+                batch.targets[number] = self.train(coco, labels, random, out)
         except BadImage as error:
             raise NoSample(record, f"cannot decode image: {error.message}") from None
         except DataError as error:

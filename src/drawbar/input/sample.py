@@ -10,21 +10,10 @@ from drawbar.config import Input
 from drawbar.dataset.example import Box, parse_image_example
 from drawbar.errors import DataError
 from drawbar.input.augment import EvalRule, RecordRandom, eval_placement, train_placement
-from drawbar.input.batch import Batch, Record
+from drawbar.input.batch import Batch, NoSample, Record
 from drawbar.input.distort import distort_colours
 from drawbar.input.image_decoder import BadImage, Decoding, Encoded, ImageDecoder
 from drawbar.input.libjpeg import Pixels
-
-
-class NoSample(DataError):
-    """A record whose image cannot be decoded, or that lacks image or label."""
-
-    def __init__(self, record: Record, reason: str) -> None:
-        super().__init__(
-            f"{record.place}: {reason}",
-            hint='input.on_bad = "skip" trains another record of the batch in its place, and counts it',
-        )
-        self.record, self.reason = record, reason
 
 
 class Samples(Protocol):
@@ -46,9 +35,9 @@ class Samples(Protocol):
     def pixels(self, buffer: Pixels, records: Sequence[Record]) -> Pixels:
         """The part of `buffer` that a batch of these records fills, (batch, height, width, 3)."""
 
-    def fill(self, record: Record, random: RecordRandom | None, batch: Batch, place: int) -> None:
-        """The record's sample, and what belongs to it, into a place of the batch: for training, or without `random` for
-        evaluation. Raises NoSample, and DataError for what the set should not have."""
+    def fill(self, batch: Batch, number: int, record: Record, random: RecordRandom | None) -> None:
+        """One sample of a batch and what belongs to it, from `record`: for training, or without `random` for
+        evaluation. Raises NoSample, and DataError for a label that the set should not have."""
 
 
 class SampleMaker:
@@ -75,7 +64,7 @@ class SampleMaker:
     def pixels(self, buffer: Pixels, records: Sequence[Record]) -> Pixels:
         return buffer[: len(records)]
 
-    def fill(self, record: Record, random: RecordRandom | None, batch: Batch, place: int) -> None:
+    def fill(self, batch: Batch, number: int, record: Record, random: RecordRandom | None) -> None:
         try:
             example = parse_image_example(record.payload)
             boxes = example.boxes if self.wants_boxes else ()
@@ -88,12 +77,12 @@ class SampleMaker:
             )
         try:
             if random is None:
-                self.evaluate(example.encoded, batch.images[place])
+                self.evaluate(example.encoded, batch.images[number])
             else:
-                self.train(example.encoded, random, batch.images[place], boxes)
+                self.train(example.encoded, random, batch.images[number], boxes)
         except BadImage as error:
             raise NoSample(record, f"cannot decode image: {error}") from None
-        batch.labels[place] = example.label - 1
+        batch.labels[number] = example.label - 1
 
     def train(self, encoded: Encoded, random: RecordRandom, out: Pixels, boxes: Sequence[Box] = ()) -> None:
         """Fills `out`, uint8 (height, width, 3) RGB: random crop, resize, flip, colours. Raises BadImage."""

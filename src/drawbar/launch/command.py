@@ -10,6 +10,7 @@ from drawbar.analyze.schema import Result
 from drawbar.config import Recipe
 from drawbar.errors import DrawbarError
 from drawbar.launch import run as launcher
+from drawbar.launch.train_dir import check_train_dir, with_start_time
 from drawbar.report.page import write_page
 from drawbar.report.terminal import summary_text
 from drawbar.terminal import Terminal
@@ -25,11 +26,13 @@ def run_and_report(recipe: Recipe, out: Path | None, json_out: bool) -> Result:
     Raises InputError or EnvironmentUnfit where the run directory or the storage cannot be used; nothing is written.
     """
     run_dir = out or default_run_dir(recipe)
+    recipe = with_start_time(recipe)
     terminal = Terminal(quiet_stdout=json_out)
     with launcher.new_run_dir(run_dir):
         try:
             terminal.status("checking the recipe against storage")
             storage = launcher.check_storage(recipe, terminal.status)
+            check_train_dir(recipe)
             with launcher.reserve(storage):
                 (run_dir / "recipe.toml").write_text(recipe.to_toml())
                 try:

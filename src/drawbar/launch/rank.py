@@ -21,12 +21,16 @@ from drawbar.errors import DrawbarError, EnvironmentUnfit
 from drawbar.journal import Clock, Error, JournalWriter, RunEnd, RunStart
 from drawbar.launch import last_words
 from drawbar.launch.environment import decode_threads, describe, threads_per_rank
+from drawbar.launch.train_dir import train_dir
 from drawbar.world import World
 
 if TYPE_CHECKING:
     # torch is imported late: a rank writes down that it could not even do that.
     import torch
     from torch.distributed import ProcessGroup
+
+    from drawbar.train.build import Training
+    from drawbar.train.summaries import Summaries
 
 
 class Phase:
@@ -118,13 +122,33 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
             torch.distributed.barrier(control)
             feed.start()
             clock = CudaClock() if device.type == "cuda" else HostClock()
-            train(feed.next_batch, training.step, clock, journal, settings, on_step)
+            with _summaries(recipe, run_dir, world, training, journal) as summaries:
+                between = [summaries] if summaries else []
+                train(feed.next_batch, training.step, clock, summaries or journal, settings, on_step, between)
             phase.now = "drain input"
             for event in feed.close():
                 journal.write(event)
             phase.now = "last barrier"
             torch.distributed.barrier(control)
         _write_clock(journal, control, world, "end")
+
+
+@contextlib.contextmanager
+def _summaries(
+    recipe: Recipe, run_dir: Path, world: World, training: Training, journal: JournalWriter
+) -> Iterator[Summaries | None]:
+    """None where none are wanted, and on all ranks but 0."""
+    if world.rank != 0 or not recipe.summaries.wanted:
+        yield None
+        return
+    from drawbar.train.summaries import Summaries
+
+    folder = train_dir(recipe, run_dir)
+    summaries = Summaries(folder, recipe.summaries, training.model, training.optimizer, journal)
+    try:
+        yield summaries
+    finally:
+        summaries.close()
 
 
 @contextlib.contextmanager

@@ -307,6 +307,7 @@ def _facts_block(result: Result) -> list[str]:
         f"cache: {words.cache_sentence(result)}",
         f"bytes: {words.balance_sentence(result)}",
         *([f"reading: {reading}"] if (reading := words.reading_sentence(result)) else []),
+        *([f"summaries: {written}"] if (written := words.summaries_sentence(result)) else []),
     ]
     return [line for text in lines for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ")]
 

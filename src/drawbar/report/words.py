@@ -194,6 +194,14 @@ def bad_records(result: Result, at_most: int = 5) -> list[str]:
     return lines
 
 
+def summaries_sentence(result: Result) -> str:
+    """What writing event files cost; empty where none were written."""
+    summaries = result["summaries"]
+    if summaries is None:
+        return ""
+    return f"written {plural(summaries['written'], 'time')} between steps, {number(summaries['write_s'], 2)} s in all"
+
+
 def endpoint_troubles(result: Result) -> list[str]:
     """One line for each endpoint of which there is more to say than its errors and retries."""
     lines = []

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from drawbar.config import Recipe
-from drawbar.models.build import build_model
+from drawbar.models.build import build_model, check_takes
 from drawbar.models.names import DETECTORS
 from drawbar.train.detection import DetectionObjective
 from drawbar.train.objective import Classification, Objective
@@ -57,6 +57,7 @@ def _model(recipe: Recipe) -> nn.Module:
         from drawbar.models.build_detector import build_detector
 
         return build_detector(recipe.model.name, recipe.data.num_classes, recipe.input.image_size, recipe.detection)
+    check_takes(recipe.model.name, recipe.data.num_classes, recipe.input.image_size)
     return build_model(recipe.model.name, recipe.data.num_classes)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from drawbar.errors import RunFailed
-from drawbar.journal import JournalWriter
+from drawbar.journal import Event
 from drawbar.journal import Step as StepEvent
 from drawbar.train.batch import HostBatch
 from drawbar.train.clock import CudaClock, HostClock
@@ -23,6 +23,10 @@ _STEPS_IN_FLIGHT = 2
 
 class Batches(Protocol):
     def __call__(self) -> HostBatch: ...
+
+
+class Journal(Protocol):
+    def write(self, event: Event) -> None: ...
 
 
 class Between(Protocol):
@@ -54,7 +58,7 @@ def train(
     next_batch: Batches,
     step: Step,
     clock: HostClock | CudaClock,
-    journal: JournalWriter,
+    journal: Journal,
     settings: LoopSettings,
     on_step: Callable[[int], None],
     between: Sequence[Between] = (),
@@ -118,7 +122,7 @@ class _Pending:
     tags: list[str]
 
 
-def _finish(step: _Pending, clock: HostClock | CudaClock, journal: JournalWriter, rank: int) -> None:
+def _finish(step: _Pending, clock: HostClock | CudaClock, journal: Journal, rank: int) -> None:
     start_t, end_t = clock.resolve(step.start), clock.resolve(step.end)
     trained, spans = step.trained, step.trained.spans
     loss = float(trained.loss)

@@ -59,8 +59,8 @@ class TrainStep:
     ) -> None:
         self.number = 0
         """Of the next step; a resumed training sets it."""
-        self._model, self._optimizer, self._objective = model, optimizer, objective
-        self._learning_rate = learning_rate
+        self._model, self._optimizer = model, optimizer
+        self._objective, self._learning_rate = objective, learning_rate
         self._device, self._dtype = device, dtype
 
     def run(self, batch: HostBatch) -> Trained:
