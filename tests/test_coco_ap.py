@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from drawbar.errors import DataError
-from drawbar.input.target import GroundTruth
+from drawbar.input.target import GroundTruth, Mask
 from drawbar.train.coco_ap import CocoMatcher, Detections, Matches, average_precision, encode_mask
 
 CLASSES = 4
@@ -42,7 +42,7 @@ def scene(image_id: int, *, masks: bool = True) -> tuple[GroundTruth, Detections
         labels=labels,
         crowd=rng.random(count) < 0.15,
         areas=(boxes[:, 2:] - boxes[:, :2]).prod(1) * 0.75,
-        masks=[box_mask(box) for box in boxes] if masks else [],
+        masks=[Mask.of(box_mask(box)) for box in boxes] if masks else [],
     )
     near = np.repeat(boxes, 2, 0) + rng.normal(0, 2.0, (2 * count, 4))
     far = rng.uniform(0, 0.5, (3, 2)) * [WIDTH, HEIGHT]
@@ -82,7 +82,7 @@ def reference(image_ids: range, metric: str) -> float:
                     "bbox": [xmin, ymin, xmax - xmin, ymax - ymin],
                     "area": truth.areas[number],
                     "iscrowd": int(truth.crowd[number]),
-                    "segmentation": encode_mask(truth.masks[number]),
+                    "segmentation": encode_mask(truth.masks[number].whole(HEIGHT, WIDTH)),
                 }
             )
         for number, (xmin, ymin, xmax, ymax) in enumerate(found.boxes):

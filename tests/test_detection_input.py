@@ -45,21 +45,13 @@ def samples_of(name: str, category_map: dict[str, int] = CATEGORIES, **settings:
 def sample(samples: DetectionSamples, record: Record) -> tuple[np.ndarray, Target]:
     coco = parse_coco_record(record.payload)
     out = np.empty((*samples.size_of(coco.height, coco.width), 3), np.uint8)
-    return out, samples.train(coco, RecordRandom(1, 0, 0, record.offset), out)
+    return out, samples.train(coco, samples.labels(coco.categories), RecordRandom(1, 0, 0, record.offset), out)
 
 
 def seen_at(pixels: np.ndarray) -> np.ndarray:
     """Where the picture is more red than blue; colour jitter leaves that alone."""
     found: np.ndarray = pixels[..., 0].astype(int) > pixels[..., 2]
     return found
-
-
-def whole(target: Target) -> np.ndarray:
-    mask = np.zeros(target.size, np.uint8)
-    (part,) = target.masks
-    height, width = part.pixels.shape
-    mask[part.top : part.top + height, part.left : part.left + width] = part.pixels
-    return mask
 
 
 @pytest.mark.parametrize("number", range(30))
@@ -80,7 +72,7 @@ def test_mask_rcnns_boxes_and_masks_lie_on_the_object(number: int) -> None:
     record = spot_record(number, height=150 if upright else 90, width=100 if upright else 140)
     pixels, target = sample(samples_of(MASK_RCNN), record)
     assert target.size == pixels.shape[:2] == ((144, 96) if upright else (96, 149))
-    seen, mask = seen_at(pixels), whole(target)
+    seen, mask = seen_at(pixels), target.masks[0].whole(*target.size)
     assert (seen & (mask > 0)).sum() / (
         seen | (mask > 0)
     ).sum() > 0.88  # objects of 500 pixels, and the mask is a nearest pixel

@@ -95,6 +95,19 @@ def test_two_ranks_train_a_detector(tmp_path: Path, scenes: Path, name: str, sou
 
 
 @pytest.mark.run
+@pytest.mark.parametrize("stage", ["decode", "copy"])
+def test_a_stage_of_a_detectors_input_runs_alone(tmp_path: Path, scenes: Path, stage: str) -> None:
+    recipe = write_recipe(tmp_path, scenes, "maskrcnn_resnet50_fpn")
+    finished = drawbar("probe", recipe, "--only", stage, "--seconds", "0.5", "--json", "--set", "launch.ranks=1")
+    assert finished.code == 0, finished.stderr
+    (found,) = json.loads(finished.stdout)["stages"]
+    (rank,) = found["ranks"]
+    assert rank["images"] > 0
+    if stage == "copy":
+        assert rank["bytes"] / rank["images"] == 96 * 128 * 3  # as padded
+
+
+@pytest.mark.run
 def test_three_ranks_agree_with_one_on_average_precision(tmp_path: Path) -> None:
     commands = [
         [sys.executable, "-m", "tests.detection_ranks", str(rank), "3", str(tmp_path / "store")] for rank in range(3)

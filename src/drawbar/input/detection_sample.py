@@ -11,8 +11,7 @@ sorted by aspect ratio and cut into batches anew, whose order is drawn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,19 +96,36 @@ class DetectionSamples:
         return buffer[: len(records) * height * width * 3].reshape(len(records), height, width, 3)
 
     def fill(self, batch: Batch, number: int, record: Record, random: RecordRandom | None) -> None:
-        with _named(record):
+        try:
             coco = parse_coco_record(record.payload)
-            height, width = self.size_of(coco.height, coco.width)
-            room = batch.images[number]
-            out = room if room.shape[:2] == (height, width) else np.empty((height, width, 3), np.uint8)
+        except DataError as error:
+            raise NoSample(record, error.message) from None
+        labels = self._labels_of(coco, record)
+        height, width = self.size_of(coco.height, coco.width)
+        room = batch.images[number]
+        out = room if room.shape[:2] == (height, width) else np.empty((height, width, 3), np.uint8)
+        try:
             if random is None:
-                batch.truths[number] = self.evaluate(coco, out)
+                batch.truths[number] = self.evaluate(coco, labels, out)
             else:
-                batch.targets[number] = self.train(coco, random, out)
+                batch.targets[number] = self.train(coco, labels, random, out)
+        except BadImage as error:
+            raise NoSample(record, f"cannot decode image: {error.message}") from None
+        except DataError as error:
+            raise NoSample(record, error.message) from None
         if out is not room:
             room[:height, :width] = out
             room[height:] = 0
             room[:height, width:] = 0
+
+    def _labels_of(self, coco: CocoRecord, record: Record) -> npt.NDArray[np.int64]:
+        """Raises DataError for what is wrong with the set rather than with the record."""
+        if self.with_masks and len(coco.boxes) and not coco.masks:
+            raise DataError(f"{record.place}: the record has no masks", hint="pack the set without --no-masks")
+        try:
+            return self.labels(coco.categories)
+        except DataError as error:
+            raise DataError(f"{record.place}: {error.message}", hint=error.hint) from None
 
     # --- one sample
 
@@ -119,8 +135,9 @@ class DetectionSamples:
             return self.fixed_size, self.fixed_size
         return detection.mask_rcnn_size(height, width, self.short_side, self.long_side)
 
-    def train(self, record: CocoRecord, random: RecordRandom, out: Pixels) -> Target:
-        """Fills `out`, which is of `size_of`'s size with tight rows. Raises BadImage and DataError."""
+    def train(self, record: CocoRecord, labels: npt.NDArray[np.int64], random: RecordRandom, out: Pixels) -> Target:
+        """Fills `out`, which is of `size_of`'s size with tight rows. `labels` of all objects. Raises BadImage, and
+        DataError for a damaged mask."""
         whole = Window(0, 0, record.height, record.width)
         of_interest = ~record.crowd
         boxes, window = record.boxes[of_interest], whole
@@ -136,13 +153,14 @@ class DetectionSamples:
         moved = self._moved(boxes[kept], window, flip, out)
         # What is thinner than a hundredth of a pixel is no box that a model could be asked for.
         seen = ((moved[:, 2:] - moved[:, :2]) > 0.01).all(1)
-        labels = self.labels(record.categories[numbers[seen]])
         masks = []
         if self.with_masks:
             masks = [self._mask(record, int(number), flip, out) for number in numbers[seen]]
-        return Target(size=out.shape[:2], boxes=moved[seen].astype(np.float32), labels=labels, masks=masks)
+        return Target(
+            size=out.shape[:2], boxes=moved[seen].astype(np.float32), labels=labels[numbers[seen]], masks=masks
+        )
 
-    def evaluate(self, record: CocoRecord, out: Pixels) -> GroundTruth:
+    def evaluate(self, record: CocoRecord, labels: npt.NDArray[np.int64], out: Pixels) -> GroundTruth:
         """Fills `out` with the whole image, as it is. Raises BadImage and DataError."""
         whole = Window(0, 0, record.height, record.width)
         self._decode(record, Placement(whole, whole), out)
@@ -152,10 +170,10 @@ class DetectionSamples:
             height=record.height,
             width=record.width,
             boxes=record.boxes,
-            labels=self.labels(record.categories),
+            labels=labels,
             crowd=record.crowd,
             areas=record.areas,
-            masks=[record.mask(number) for number in range(len(record.boxes))] if self.with_masks else [],
+            masks=[Mask.of(record.mask(number)) for number in range(len(record.boxes))] if self.with_masks else [],
         )
 
     def _moved(self, boxes: npt.NDArray[np.float64], window: Window, flip: bool, out: Pixels) -> detection.Boxes:
@@ -165,8 +183,6 @@ class DetectionSamples:
         return detection.resize_boxes(moved, (window.height, window.width), out.shape[:2])
 
     def _mask(self, record: CocoRecord, number: int, flip: bool, out: Pixels) -> Mask:
-        if not record.masks:
-            raise DataError("the record has no masks", hint="pack the set without --no-masks")
         masks = record.mask(number)[None]
         if flip:
             masks = detection.flip_masks(masks)
@@ -181,19 +197,12 @@ class DetectionSamples:
         self.decoder.sample(record.encoded, place, out)
 
 
-@contextmanager
-def _named(record: Record) -> Iterator[None]:
-    try:
-        yield
-    except BadImage as error:
-        raise NoSample(record, f"cannot decode image: {error.message}") from None
-    except DataError as error:
-        raise NoSample(record, error.message, error.hint) from None
-
-
 def _image_size(record: Record) -> tuple[int, int]:
-    with _named(record):
+    """As the record says; where it does not, `fill` will tell."""
+    try:
         return image_size(record.payload)
+    except DataError:
+        return 1, 1
 
 
 def _aspect(record: Record) -> float:

@@ -41,6 +41,12 @@ class Mask:
         top, bottom, left, right = rows[0], rows[-1] + 1, columns[0], columns[-1] + 1
         return cls(int(top), int(left), whole[top:bottom, left:right].copy())
 
+    def whole(self, height: int, width: int) -> Pixels:
+        """uint8 (height, width), 0 where the object is not."""
+        mask = np.zeros((height, width), np.uint8)
+        mask[self.top : self.top + len(self.pixels), self.left : self.left + self.pixels.shape[1]] = self.pixels
+        return mask
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroundTruth:
@@ -55,8 +61,8 @@ class GroundTruth:
     labels: npt.NDArray[np.int64]
     crowd: npt.NDArray[np.bool_]
     areas: npt.NDArray[np.float64]
-    masks: list[Pixels]
-    """Whole, (height, width) of 0 and 1; none for a model of boxes."""
+    masks: list[Mask] = field(default_factory=list)
+    """As many, or none for a model of boxes."""
 
 
 _MADE_UP_OBJECTS = 8

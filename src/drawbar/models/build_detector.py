@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable
+
+from torch import Tensor, nn
 
 from drawbar.config import Detection
 from drawbar.models import mask_rcnn, ssd
@@ -35,3 +37,10 @@ def build_detector(name: str, num_classes: int, image_size: int, settings: Detec
         regions=settings.regions,
         detections=settings.detections or mask_rcnn.REFERENCE_DETECTIONS,
     )
+
+
+def build_for_counting(name: str, num_classes: int, image_size: int) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    """The reference's model, and a function from images to a tensor that all its layers had a part in, as in training.
+    No box is worked out, so that shapes alone will do."""
+    model = build_detector(name, num_classes, image_size, Detection())
+    return model, model.layers_alone if isinstance(model, SSD | MaskRCNN) else model

@@ -11,7 +11,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from drawbar.models.build import build_model
-from drawbar.models.names import find_model
+from drawbar.models.names import DETECTORS, find_model
+
+COCO_CLASSES = 80
 
 _BATCH = 2
 """Batch norm over a single value is refused."""
@@ -36,15 +38,23 @@ class ModelFigures:
 
 
 def figures_of(name: str, num_classes: int = 1000) -> ModelFigures:
-    """Raises InputError for a network that its library does not have."""
+    """Raises InputError for a network that its library does not have. Detection models have COCO's 80 classes and their
+    reference's numbers of regions, whatever `num_classes`."""
     entry = find_model(name)
     with torch.device("meta"):
-        model = build_model(name, num_classes)
-        images = torch.empty(_BATCH, 3, entry.image_size, entry.image_size)
+        if name in DETECTORS:
+            # Not at the top: torchvision takes seconds.
+            from drawbar.models.build_detector import build_for_counting
+
+            num_classes = COCO_CLASSES
+            model, run = build_for_counting(name, num_classes, entry.image_size)
+        else:
+            model = run = build_model(name, num_classes)
+        images = torch.empty(_BATCH, 3, *entry.image_shape)
         with _counter() as forward:
-            logits = model(images)
+            outputs = run(images)
         with _counter() as backward:
-            logits.sum().backward()
+            outputs.sum().backward()  # type: ignore[no-untyped-call]
     parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     forward_flops = forward.get_total_flops() // _BATCH
     return ModelFigures(

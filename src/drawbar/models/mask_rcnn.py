@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torchvision.models import resnet
 from torchvision.models.detection import MaskRCNN as TorchvisionMaskRCNN
@@ -54,6 +55,7 @@ class MaskRCNN(nn.Module):
         image, and as many of each level before suppression; half as many in evaluation.
         """
         super().__init__()
+        self._regions = regions
         levels = [(side,) for side in tuple(anchors) or REFERENCE_ANCHORS]
         classes = num_classes + 1
         make_norm = norm_layer("group") if norm == "group" else None
@@ -88,6 +90,22 @@ class MaskRCNN(nn.Module):
         if targets is not None:
             return {**of_proposals, **of_heads}
         return cast(list[Found], found)
+
+    def layers_alone(self, images: Tensor) -> Tensor:
+        """For counting arithmetic: what all layers give, in one tensor, with as many regions as in training and a
+        quarter of them positive."""
+        features = self.backbone(images)
+        of_boxes, of_masks = (
+            images.new_empty((len(images) * regions, self.backbone.out_channels, *pool.output_size), requires_grad=True)
+            for regions, pool in (
+                (self._regions, self.roi_heads.box_roi_pool),
+                (self._regions // 4, self.roi_heads.mask_roi_pool),
+            )
+        )
+        logits, deltas = self.rpn.head(list(features.values()))
+        classes, corners = self.roi_heads.box_predictor(self.roi_heads.box_head(of_boxes))
+        masks = self.roi_heads.mask_predictor(self.roi_heads.mask_head(of_masks))
+        return torch.cat([output.flatten() for output in (*logits, *deltas, classes, corners, masks)])
 
 
 def _as_float32(output: Any) -> Any:

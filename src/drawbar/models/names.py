@@ -25,9 +25,16 @@ class NamedModel:
     """Its name there."""
     image_size: int = DEFAULT_IMAGE_SIZE
     """Pixels of the square input, as tf_cnn_benchmarks has it."""
+    image_width: int = 0
+    """Of a usual input that is no square; 0: it is one."""
     stride_in_first_convolution: bool = False
     """Of a bottleneck that halves the image: the stride is moved from its 3x3 to its first 1x1."""
     note: str = ""
+
+    @property
+    def image_shape(self) -> tuple[int, int]:
+        """Height and width."""
+        return self.image_size, self.image_width or self.image_size
 
 
 def _torchvision(network: str, note: str = "", *, image_size: int = DEFAULT_IMAGE_SIZE) -> NamedModel:
@@ -87,11 +94,13 @@ MODELS: dict[str, NamedModel] = {
     "densenet161": _torchvision("densenet161", _DENSENET),
     "densenet169": _torchvision("densenet169", _DENSENET),
     "densenet201": _torchvision("densenet201", _DENSENET),
-    SSD: NamedModel(
-        library="drawbar", network="ssd_resnet34", image_size=300, note="detection: a set with the COCO keys"
-    ),
+    SSD: NamedModel(library="drawbar", network=SSD, image_size=300, note=_DETECTION),
     MASK_RCNN: NamedModel(
-        library="drawbar", network="maskrcnn_resnet50_fpn", image_size=800, note="detection: a set with the COCO keys"
+        library="drawbar",
+        network=MASK_RCNN,
+        image_size=800,
+        image_width=1088,
+        note=f"{_DETECTION}; torchvision's parts",
     ),
     "trivial": NamedModel(library="drawbar", network="trivial", note="one linear layer on the mean colour"),
 }

@@ -219,6 +219,10 @@ class SSD(nn.Module):
         logits = [_by_box(head(cells), self._classes) for head, cells in zip(self.class_heads, maps, strict=True)]
         return torch.cat(offsets, 1).float(), torch.cat(logits, 1).float()
 
+    def layers_alone(self, images: Tensor) -> Tensor:
+        """For counting arithmetic: everything that `answer` gives, in one tensor."""
+        return torch.cat(self.answer(images), 2)
+
     def _losses(self, offsets: Tensor, logits: Tensor, targets: Sequence[Objects]) -> dict[str, Tensor]:
         wanted = torch.zeros_like(offsets)
         labels = torch.zeros(offsets.shape[:2], dtype=torch.int64, device=offsets.device)

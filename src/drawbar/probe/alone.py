@@ -142,7 +142,8 @@ def decode(rank: Rank) -> Measure:
 
     def measure(seconds: float) -> Passed:
         samples = feed.samples
-        pool = DecodePool(rank.decode_threads, samples, seed=rank.recipe.input.seed)
+        settings = rank.recipe.input
+        pool = DecodePool(rank.decode_threads, samples, seed=settings.seed, on_bad=settings.on_bad)
         buffers = itertools.cycle([np.empty(samples.buffer_shape(size), np.uint8) for _ in range(4)])
         source: Iterator[Record] = itertools.cycle(records)
         ahead: deque[Batch] = deque()

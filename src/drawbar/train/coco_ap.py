@@ -1,7 +1,7 @@
 """Average precision as COCO defines it, by COCO's own code (pycocotools), over images that many ranks looked at.
 
 Each rank matches the detections of its images with what is there, and keeps what the curve needs of each match: a score
-and two bits an IoU threshold, at most about 3 kB an image. These are gathered on one rank in the order of image ids, so
+and two bits an IoU threshold, at most about 6 kB an image. These are gathered on one rank in the order of image ids, so
 the figure is the same whatever the number of ranks, and no mask and no picture ever crosses the network.
 """
 
@@ -146,7 +146,11 @@ def _true_objects(truth: GroundTruth, with_masks: bool) -> list[dict[str, Any]]:
             "bbox": _corner_and_size(box),
             "area": float(truth.areas[number]),
             "iscrowd": int(truth.crowd[number]),
-            **({"segmentation": encode_mask(truth.masks[number])} if with_masks else {}),
+            **(
+                {"segmentation": encode_mask(truth.masks[number].whole(truth.height, truth.width))}
+                if with_masks
+                else {}
+            ),
         }
         for number, box in enumerate(truth.boxes)
     ]
