@@ -11,6 +11,8 @@ from operator import attrgetter
 
 import numpy as np
 
+from drawbar.analyze.checkpoint_rules import resumed_alike, resumed_together
+from drawbar.analyze.checkpoints import first_step
 from drawbar.analyze.endpoint_rules import endpoint_policy, storage_errors
 from drawbar.analyze.facts import Facts
 from drawbar.analyze.schema import Grade, Reason, Severity, Validity
@@ -160,14 +162,16 @@ def one_data_set(facts: Facts) -> Reason | None:
 
 
 def equal_steps(facts: Facts) -> Reason | None:
-    """Every rank finished all steps of the recipe, each once, in order."""
+    """Every rank finished all steps of the recipe, each once, in order; those that a resumed run had to do."""
     train = facts.run.recipe.train
-    expected = np.arange(train.warmup_steps + train.steps)
+    begin = first_step(facts.run)
+    expected = np.arange(begin, train.warmup_steps + train.steps)
+    warmup_steps, steps = train.steps_from(begin)
 
     def complete(rank: RankTimeline) -> bool:
         return (
-            len(rank.warmup) == train.warmup_steps
-            and len(rank.measured) == train.steps
+            len(rank.warmup) == warmup_steps
+            and len(rank.measured) == steps
             and bool(np.array_equal(np.concatenate([rank.warmup.step, rank.measured.step]), expected))
         )
 
@@ -176,7 +180,7 @@ def equal_steps(facts: Facts) -> Reason | None:
         return None
     counts = ", ".join(f"rank {rank.rank}: {len(rank.warmup)} + {len(rank.measured)}" for rank in wrong[:4])
     counts += ", …" if len(wrong) > 4 else ""
-    return _reason("equal steps", f"{train.warmup_steps} warm-up + {train.steps} on every rank", counts, "invalid")
+    return _reason("equal steps", f"{warmup_steps} warm-up + {steps} on every rank", counts, "invalid")
 
 
 def whole_batches(facts: Facts) -> Reason | None:
@@ -192,7 +196,8 @@ def whole_batches(facts: Facts) -> Reason | None:
 
 
 def steps_follow_each_other(facts: Facts) -> Reason | None:
-    """The loop starts a step with the mark that ended the one before, so every second belongs to one step."""
+    """The loop starts a step with the mark that ended the one before, so every second belongs to one step, or to a
+    pause between two."""
     for rank in facts.run.ranks:
         previous: Step | None = None
         for step in sorted(rank.journal.of(Step), key=attrgetter("step")):
@@ -209,8 +214,10 @@ def _bad_times(step: Step, previous: Step | None, *, on_host_clock: bool) -> str
         return "the end is not after the start"
     if min(step.data_wait_s, step.copy_s, step.compute_s, step.optimizer_s) < 0:
         return "a negative span"
-    if previous is not None and previous.step + 1 == step.step and abs(step.start_t - previous.end_t) > SAME_TIME_S:
-        return f"{step.start_t - previous.end_t:.3g} s between the two"
+    paused = any(tag.startswith("after_") for tag in step.tags)
+    gap_s = step.start_t - previous.end_t if previous is not None and previous.step + 1 == step.step else 0.0
+    if gap_s < -SAME_TIME_S or (gap_s > SAME_TIME_S and not paused):
+        return f"{gap_s:.3g} s between the two"
     # A GPU's clock drifts against the host's, on which the line was written.
     if on_host_clock and step.end_t > step.t + SAME_TIME_S:
         return "an end after its own line was written"
@@ -526,6 +533,8 @@ RULES: Sequence[Rule] = (
     clocks_agree,
     real_input,
     no_faults,
+    resumed_together,
+    resumed_alike,
     shown_cold,
     read_once_when_cold,
     storage_errors,

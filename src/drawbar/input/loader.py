@@ -95,7 +95,11 @@ class Loader:
     @property
     def state(self) -> PlanState | None:
         """Where training stands after the batches recycled so far; None for a set whose records are not known."""
-        return self._sources.state_after(self._trained_batches)
+        return self.state_after(self._trained_batches)
+
+    def state_after(self, num_batches: int) -> PlanState | None:
+        """Where training will stand when every rank has trained this many batches of its loader."""
+        return self._sources.state_after(num_batches)
 
     @property
     def trained_bytes(self) -> int:

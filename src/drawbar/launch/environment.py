@@ -14,7 +14,16 @@ import psutil
 import drawbar
 from drawbar.config import Launch, Recipe
 
-_PACKAGES = ("torch", "torchvision", "numpy", "obstore", "simplejpeg", "opencv-python-headless", "google-crc32c")
+_PACKAGES = (
+    "torch",
+    "torchvision",
+    "safetensors",
+    "numpy",
+    "obstore",
+    "simplejpeg",
+    "opencv-python-headless",
+    "google-crc32c",
+)
 
 EMBEDDED_ENDPOINTS = "DRAWBAR_EMBEDDED_ENDPOINTS"
 """How the ranks learn the addresses of the embedded store: the recipe only says `embedded`."""

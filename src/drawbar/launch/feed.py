@@ -17,6 +17,7 @@ from drawbar.dataset.listing import split_pattern
 from drawbar.input.libjpeg import Pixels
 from drawbar.input.loader import Loader, ReadPlan
 from drawbar.input.memory import MemoryReader
+from drawbar.input.plan import PlanState
 from drawbar.input.sample import SampleMaker
 from drawbar.journal import Event, InputTotals
 from drawbar.launch.environment import EMBEDDED_ENDPOINTS
@@ -40,8 +41,12 @@ class Feed(Protocol):
     storage: dict[str, Any]
     """What the store is talked to with, environment and defaults included; no secret."""
 
-    def start(self) -> None:
-        """Begins reading."""
+    def start(self, plan: PlanState | None = None) -> None:
+        """Begins reading, where `plan` stands."""
+
+    def plan_state(self) -> PlanState | None:
+        """Where the reading plan of all ranks stands after the batches handed out so far; None where that is not
+        known."""
 
     def next_batch(self) -> HostBatch: ...
 
@@ -73,8 +78,11 @@ class ConstantFeed:
         self._labels = torch.from_numpy(rng.integers(0, recipe.data.num_classes, batch, np.int64))
         self._trained = 0
 
-    def start(self) -> None:
+    def start(self, plan: PlanState | None = None) -> None:
         pass
+
+    def plan_state(self) -> PlanState | None:
+        return None
 
     def next_batch(self) -> HostBatch:
         return HostBatch(pixels=self._pixels, labels=self._labels, epoch=0, release=self._release)
@@ -130,6 +138,7 @@ class DataFeed:
         self._samples = SampleMaker(recipe.input)
         self.decoding: dict[str, Any] | None = dataclasses.asdict(self._samples.decoding)
         self._loader: Loader | None = None
+        self._handed_out = 0
         self.endpoint = self._reader.home.endpoint if recipe.storage.policy == "rank" or not on_s3 else ""
         self.dataset_sha256 = self._listing.sha256
         self.storage = {
@@ -152,15 +161,15 @@ class DataFeed:
             batch_size=self._recipe.train.batch_size,
         )
 
-    def start(self) -> None:
-        recipe, plan = self._recipe, self.plan
+    def start(self, plan: PlanState | None = None) -> None:
+        recipe, read_plan = self._recipe, dataclasses.replace(self.plan, state=plan)
         reader: Reader = self._reader
         if recipe.input.source == "memory":
-            shard = plan.shards[plan.rank % len(plan.shards)]
+            shard = read_plan.shards[read_plan.rank % len(read_plan.shards)]
             reader = MemoryReader(self._reader, shard, recipe.storage.request_bytes or _SAMPLE_BYTES)
-            plan = dataclasses.replace(plan, shards=(reader.sample,), rank=0, world_size=1)
+            read_plan = dataclasses.replace(read_plan, shards=(reader.sample,), rank=0, world_size=1)
         self._loader = Loader(
-            plan,
+            read_plan,
             reader,
             num_classes=recipe.data.num_classes,
             input=recipe.input,
@@ -170,9 +179,14 @@ class DataFeed:
             allocate=self._allocate,
         )
 
+    def plan_state(self) -> PlanState | None:
+        # What is repeated from memory has no place in the set.
+        return self._running().state_after(self._handed_out) if self._recipe.input.source == "data" else None
+
     def next_batch(self) -> HostBatch:
         loader = self._running()
         batch = loader.next_batch(self._recipe.launch.stall_timeout_s)
+        self._handed_out += 1
         return HostBatch(
             pixels=torch.from_numpy(batch.images),
             labels=torch.from_numpy(batch.labels),

@@ -29,6 +29,9 @@ class Spans:
 class Step(Protocol):
     """What a step does; `train/loop.py` says when and writes down how long."""
 
+    number: int
+    """Of the next step, from 0; a resumed training sets it."""
+
     def run(self, batch: HostBatch) -> tuple[torch.Tensor, Spans]:
         """Trains one batch. Returns the loss (a scalar on the device, detached) and the host's spans."""
 
@@ -45,6 +48,7 @@ class TrainStep:
         dtype: torch.dtype,
         channels_last: bool,
     ) -> None:
+        self.number = 0
         self._model, self._optimizer = model, optimizer
         self._device, self._dtype = device, dtype
         self._layout = torch.channels_last if channels_last else torch.contiguous_format
@@ -52,6 +56,7 @@ class TrainStep:
         self._scale = 1 / torch.tensor(_STD, device=device, dtype=dtype).view(1, 3, 1, 1)
 
     def run(self, batch: HostBatch) -> tuple[torch.Tensor, Spans]:
+        self.number += 1
         start = time.perf_counter()
         images, labels = self.to_device(batch.pixels, batch.labels)
         copied = time.perf_counter()
