@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from drawbar.config import Recipe, load_recipe
+from drawbar.config import Optimizer, Recipe, load_recipe
 from drawbar.errors import InputError
 from drawbar.model_commands import complete_name, lines
 from drawbar.models.build import build_model, check_takes
@@ -20,6 +20,7 @@ from drawbar.models.figures import figures_of
 from drawbar.models.names import MODEL_NAMES, find_model
 from drawbar.train.batch import HostBatch
 from drawbar.train.objective import Classification
+from drawbar.train.optimizer import build_optimizer
 from drawbar.train.step import TrainStep
 from tests.drawbar_process import drawbar
 
@@ -154,7 +155,7 @@ def test_each_family_trains(name: str, size: int) -> None:
     """One step by the product's own step: a finite loss, a gradient for every weight, and weights that moved."""
     torch.manual_seed(0)
     model = build_model(name, 10)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    optimizer = build_optimizer(model, Optimizer())
     gradients: list[int] = []
     optimizer.register_step_pre_hook(
         lambda *_: gradients.append(sum(parameter.grad is not None for parameter in model.parameters()))
@@ -197,7 +198,7 @@ def test_what_is_no_name_is_refused(name: str) -> None:
 
 def test_a_name_is_refused_without_torch() -> None:
     code = (
-        "import sys\nfrom drawbar.config import Recipe\n"
+        "import sys\nfrom drawbar.config import Optimizer, Recipe\n"
         "try: Recipe.model_validate({'model': {'name': 'resnet5'}})\n"
         "except ValueError: print({'torch', 'torchvision', 'timm'} & set(sys.modules))"
     )

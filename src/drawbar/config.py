@@ -176,6 +176,10 @@ class Model(Section):
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """`auto`: bf16 on GPUs and on CPUs with AVX512-BF16 or AMX, fp32 elsewhere."""
     channels_last: bool = True
+    weights: str = ""
+    """File of weights to begin with, such as a pre-trained backbone: safetensors, or what `torch.save` wrote (`.pth`),
+    read without executing code from it. The classifier may have another number of classes: it then keeps its random
+    start, and the result says so. Empty: all weights are random. A resumed run begins with its checkpoint's."""
 
     @field_validator("name")
     @classmethod
@@ -249,6 +253,13 @@ class Train(Section):
     """Share of each target that is spread evenly over all classes."""
     display_every: int = Field(default=10, ge=1)
     """Steps between printed lines."""
+
+    def steps_from(self, first_step: int) -> tuple[int, int]:
+        """Warm-up and measured steps of a run that begins with this step: what is left, the first ones of it warm-up
+        again, as caches are cold; at least one is measured."""
+        left = self.warmup_steps + self.steps - first_step
+        warmup_steps = min(self.warmup_steps, left - 1)
+        return warmup_steps, left - warmup_steps
 
 
 class Optimizer(Section):
@@ -358,6 +369,51 @@ class Launch(Section):
     """A rank that finishes no step for this long ends the run."""
 
 
+class Checkpoint(Section):
+    """Where, when and how often the state of training is saved, and whether a run goes on from there."""
+
+    url: str = ""
+    """`s3://bucket/prefix` or a folder, of this training alone; empty: nothing is saved."""
+    endpoint: str = ""
+    """S3 address for it, `http://host:port`; empty: the first of `storage.endpoints`."""
+    every_steps: int = Field(default=0, ge=0)
+    """0: not by steps. The state after the last step is always saved."""
+    every_epochs: int = Field(default=0, ge=0)
+    """0: not by epochs. Needs a data set whose records are counted."""
+    keep: int = Field(default=2, ge=1)
+    """The newest ones; older ones are deleted once a new one is whole."""
+    resume: str = "never"
+    """`never`: training begins anew, and `url` must hold no checkpoint. `auto`: it goes on from the newest one in
+    `url`, and begins anew where there is none. Else the place of a checkpoint, or of several, of
+    which the newest is taken."""
+
+    @field_validator("url", "resume")
+    @classmethod
+    def _known_place(cls, url: str) -> str:
+        if not url or url in ("never", "auto"):
+            return url
+        if parse_url(url).scheme not in ("file", "s3"):
+            raise ValueError(f"{url!r}: expected s3://bucket/prefix or a folder")
+        return url.rstrip("/") or "/"
+
+    @field_validator("endpoint")
+    @classmethod
+    def _address(cls, endpoint: str) -> str:
+        if endpoint:
+            check_address(endpoint)
+        return endpoint
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Checkpoint:
+        if not self.url and (self.every_steps or self.every_epochs):
+            raise ValueError("url is empty: checkpoints that are asked for need a place")
+        if not self.resume or (self.resume == "auto" and not self.url):
+            raise ValueError(
+                f'resume is {self.resume!r}, url {self.url!r}: expected "never", a place, or "auto" and a url'
+            )
+        return self
+
+
 class CacheState(Section):
     start: Literal["cold", "any"] = "cold"
     """`cold`: flush what can be flushed before the first read, and show that it was; `any`: leave it as it is."""
@@ -382,6 +438,7 @@ class Recipe(Section):
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     summaries: Summaries = Summaries()
+    checkpoint: Checkpoint = Checkpoint()
     launch: Launch = Launch()
     cache: CacheState = CacheState()
     faults: Faults = Faults()

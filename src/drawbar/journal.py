@@ -127,7 +127,7 @@ class Request(Event):
     key: str
     kind: str
     """`metadata` (manifest), `data` (a range of a shard), `probe` (one byte, to see whether an endpoint set aside is
-    well again)."""
+    well again), `checkpoint` (a file of one)."""
     offset: int
     wanted_bytes: int
     got_bytes: int
@@ -179,7 +179,62 @@ class Step(Event):
     learning_rate: float | None = None
     """Of weights, in this update."""
     tags: list[str] = field(default_factory=list)
-    """Odd steps: `gc`, `epoch_start`."""
+    """Odd steps: `gc`, `epoch_start`, `after_checkpoint` (the first one after all ranks stood still for one)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointWrite(Event):
+    """A checkpoint that became whole; by rank 0, which writes for all. `t` is its end."""
+
+    name: ClassVar[str] = "checkpoint_write"
+    step: int
+    """Steps done when its state was taken."""
+    target: str
+    """Its place."""
+    size_bytes: int
+    pause_s: float
+    """All ranks stood still: waiting for the write before, meeting, and the copy."""
+    waited_s: float
+    """Of the pause: until the write before was done."""
+    copy_s: float
+    """Of the pause: the copy of the state to host memory."""
+    write_s: float
+    """From the end of the copy until it was whole, while training went on; its digests among it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRead(Event):
+    """This rank goes on from a checkpoint."""
+
+    name: ClassVar[str] = "checkpoint_read"
+    step: int
+    """Steps done before, which is the number of this run's first step."""
+    source: str
+    size_bytes: int
+    read_s: float
+    """All files, and their digests."""
+    load_s: float
+    """Into model, optimizer and the rest."""
+    differences: list[str]
+    """Why the losses may not be those of an uninterrupted run, each in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsRead(Event):
+    """Weights from `model.weights`, on this rank."""
+
+    name: ClassVar[str] = "weights_read"
+    source: str
+    size_bytes: int
+    read_s: float
+    loaded: int
+    """Tensors taken."""
+    head: list[str]
+    """Of the classifier, left random as the file has it for another number of classes, or not at all."""
+    missing: list[str]
+    """Buffers that the file does not have."""
+    unexpected: list[str]
+    """In the file, not in the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,6 +407,9 @@ EVENTS: dict[str, type[Event]] = {
         Step,
         BadRecord,
         Summary,
+        CheckpointWrite,
+        CheckpointRead,
+        WeightsRead,
         InputTotals,
         InputReport,
         InputStage,

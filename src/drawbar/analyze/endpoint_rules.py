@@ -33,7 +33,7 @@ def _outside_the_recipe(facts: Facts) -> str:
     strays = (
         f"rank {rank.rank} read from {url}"
         for rank in facts.run.ranks
-        for url in sorted({_url(request) for request in rank.requests} - known)
+        for url in sorted({_url(request) for request in rank.requests if request.kind != "checkpoint"} - known)
     )
     return next(strays, "")
 

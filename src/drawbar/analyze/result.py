@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from drawbar.analyze.checkpoints import checkpoints_result, resumed_result, weights_result
 from drawbar.analyze.facts import Facts, load_facts
 from drawbar.analyze.failure import first_cause
 from drawbar.analyze.schema import RESULT_SCHEMA, RankResult, Result, SummariesResult, Throughput, Verdict
@@ -69,6 +70,9 @@ def result_of(facts: Facts) -> Result:
         hosts=facts.hosts,
         data_set=facts.data_set,
         cache=facts.cache,
+        checkpoints=checkpoints_result(run),
+        resumed=resumed_result(run),
+        weights=weights_result(run),
         quality=None,
         summaries=_summaries(ranks),
         validity=judge(facts),

@@ -237,6 +237,62 @@ class HostResult(TypedDict):
     """Mean of each counter."""
 
 
+class CheckpointsResult(TypedDict):
+    """Written in this run, by rank 0 for all. Training goes on meanwhile, so the rate is what is left beside it."""
+
+    written: int
+    last_step: int
+    """Steps done when its state was taken."""
+    last_target: str
+    bytes: int
+    """Of all of them."""
+    write_s: float
+    """From the end of each copy to the whole checkpoint, digests and sync to disk included; summed."""
+    mb_per_s: float | None
+    pause_s: Percentiles
+    """How long all ranks stood still for one. These pauses are part of the interval that `images_per_s` is taken over,
+    where they lie in it."""
+    waited_s: float
+    """Of the pauses, what was waiting for the write before; summed."""
+    copy_s: float
+    """Of the pauses, what was the copy to host memory; summed."""
+
+
+class ResumedResult(TypedDict):
+    """The checkpoint that training went on from. Nothing of what was before it is in any other figure."""
+
+    step: int
+    """Steps done before this run."""
+    source: str
+    bytes: int
+    ranks: int
+    """Each of them read all of it."""
+    read_s: float
+    """Of the slowest rank, digests included."""
+    mb_per_s: float | None
+    """Of the slowest rank."""
+    load_s: float
+    """Into model and optimizer, of the slowest rank."""
+    differences: list[str]
+    """Why losses may not be those of a training that was not interrupted; empty: they are."""
+
+
+class WeightsResult(TypedDict):
+    """What the model began with, where that was a file of the user's."""
+
+    source: str
+    bytes: int
+    read_s: float
+    loaded: int
+    """Tensors."""
+    head: list[str]
+    """Of the classifier, left random."""
+    missing: list[str]
+    """Buffers that the file did not have."""
+    unexpected: list[str]
+    """In the file alone; not used."""
+
+
 class Reason(TypedDict):
     rule: str
     expected: str
@@ -285,7 +341,7 @@ class Result(TypedDict):
     samples: int
     """Trained by all ranks in measured steps."""
     read_bytes: int
-    """Bodies received from the store, metadata and failed tries included."""
+    """Bodies received from the store: metadata, failed tries and a checkpoint to go on from included."""
     decoded_images: int | None
     epochs: float | None
     data_wait_fraction: float | None
@@ -299,6 +355,12 @@ class Result(TypedDict):
     data_set: DataSetResult | None
     """None with a constant batch."""
     cache: CacheResult
+    checkpoints: CheckpointsResult | None
+    """Null where none was written."""
+    resumed: ResumedResult | None
+    """Null for a training that began with this run."""
+    weights: WeightsResult | None
+    """Null where all weights were random, or a checkpoint's."""
     quality: None
     summaries: SummariesResult | None
     """Null where none were written."""

@@ -11,6 +11,8 @@ from operator import attrgetter
 
 import numpy as np
 
+from drawbar.analyze.checkpoint_rules import resumed_alike, resumed_together
+from drawbar.analyze.checkpoints import first_step
 from drawbar.analyze.endpoint_rules import endpoint_policy, storage_errors
 from drawbar.analyze.facts import Facts
 from drawbar.analyze.schema import Grade, Reason, Severity, Validity
@@ -160,14 +162,16 @@ def one_data_set(facts: Facts) -> Reason | None:
 
 
 def equal_steps(facts: Facts) -> Reason | None:
-    """Every rank finished all steps of the recipe, each once, in order."""
+    """Every rank finished all steps of the recipe, each once, in order; those that a resumed run had to do."""
     train = facts.run.recipe.train
-    expected = np.arange(train.warmup_steps + train.steps)
+    begin = first_step(facts.run)
+    expected = np.arange(begin, train.warmup_steps + train.steps)
+    warmup_steps, steps = train.steps_from(begin)
 
     def complete(rank: RankTimeline) -> bool:
         return (
-            len(rank.warmup) == train.warmup_steps
-            and len(rank.measured) == train.steps
+            len(rank.warmup) == warmup_steps
+            and len(rank.measured) == steps
             and bool(np.array_equal(np.concatenate([rank.warmup.step, rank.measured.step]), expected))
         )
 
@@ -176,7 +180,7 @@ def equal_steps(facts: Facts) -> Reason | None:
         return None
     counts = ", ".join(f"rank {rank.rank}: {len(rank.warmup)} + {len(rank.measured)}" for rank in wrong[:4])
     counts += ", …" if len(wrong) > 4 else ""
-    return _reason("equal steps", f"{train.warmup_steps} warm-up + {train.steps} on every rank", counts, "invalid")
+    return _reason("equal steps", f"{warmup_steps} warm-up + {steps} on every rank", counts, "invalid")
 
 
 def whole_batches(facts: Facts) -> Reason | None:
@@ -539,6 +543,8 @@ RULES: Sequence[Rule] = (
     clocks_agree,
     real_input,
     no_faults,
+    resumed_together,
+    resumed_alike,
     shown_cold,
     read_once_when_cold,
     storage_errors,

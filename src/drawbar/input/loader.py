@@ -108,9 +108,13 @@ class Loader:
     def state(self) -> PlanState | None:
         """Where training stands after the batches recycled so far. None for a set whose records are not known, and in
         the middle of a window that is sorted by aspect ratio."""
-        if self._trained_batches % self._samples.window_batches:
+        return self.state_after(self._trained_batches)
+
+    def state_after(self, num_batches: int) -> PlanState | None:
+        """Where training will stand when every rank has trained this many batches of its loader; None as above."""
+        if num_batches % self._samples.window_batches:
             return None
-        return self._sources.state_after(self._trained_batches)
+        return self._sources.state_after(num_batches)
 
     @property
     def trained_bytes(self) -> int:

@@ -10,6 +10,7 @@ from drawbar.analyze.schema import Result
 from drawbar.config import Recipe
 from drawbar.errors import DrawbarError
 from drawbar.launch import run as launcher
+from drawbar.launch.checkpoints import check_checkpoints
 from drawbar.launch.train_dir import check_train_dir, with_start_time
 from drawbar.report.page import write_page
 from drawbar.report.terminal import summary_text
@@ -31,8 +32,8 @@ def run_and_report(recipe: Recipe, out: Path | None, json_out: bool) -> Result:
     with launcher.new_run_dir(run_dir):
         try:
             terminal.status("checking the recipe against storage")
-            storage = launcher.check_storage(recipe, terminal.status)
             check_train_dir(recipe)
+            storage = check_checkpoints(recipe, launcher.check_storage(recipe, terminal.status))
             with launcher.reserve(storage):
                 (run_dir / "recipe.toml").write_text(recipe.to_toml())
                 try:

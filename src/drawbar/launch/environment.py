@@ -18,6 +18,7 @@ _PACKAGES = (
     "torch",
     "torchvision",
     "timm",
+    "safetensors",
     "numpy",
     "obstore",
     "simplejpeg",

@@ -20,6 +20,7 @@ from drawbar.input.image_decoder import ImageDecoder
 from drawbar.input.libjpeg import Pixels
 from drawbar.input.loader import Loader, ReadPlan
 from drawbar.input.memory import MemoryReader
+from drawbar.input.plan import PlanState
 from drawbar.input.sample import SampleMaker, Samples
 from drawbar.input.target import Target, made_up_target
 from drawbar.journal import Event, InputTotals
@@ -48,8 +49,12 @@ class Feed(Protocol):
     num_records: int | None
     """Of the data set; None where they are not known, or there is none."""
 
-    def start(self) -> None:
-        """Begins reading."""
+    def start(self, plan: PlanState | None = None) -> None:
+        """Begins reading, where `plan` stands."""
+
+    def plan_state(self) -> PlanState | None:
+        """Where the reading plan of all ranks stands after the batches handed out so far; None where that is not
+        known."""
 
     def next_batch(self) -> HostBatch: ...
 
@@ -87,8 +92,11 @@ class ConstantFeed:
             self._targets = [made_up_target(rng, (height, width), classes, masks=masks) for _ in range(batch)]
         self._trained = 0
 
-    def start(self) -> None:
+    def start(self, plan: PlanState | None = None) -> None:
         pass
+
+    def plan_state(self) -> PlanState | None:
+        return None
 
     def next_batch(self) -> HostBatch:
         return HostBatch(
@@ -173,6 +181,7 @@ class DataFeed:
         self.samples = make_samples(recipe, manifest.notes.get("category_map", {}) if manifest else {})
         self.decoding: dict[str, Any] | None = dataclasses.asdict(self.samples.decoding)
         self._loader: Loader | None = None
+        self._handed_out = 0
         self.endpoint = self._reader.home.endpoint if recipe.storage.policy == "rank" or not on_s3 else ""
         self.dataset_sha256 = self._listing.sha256
         self.num_records = self._listing.num_records
@@ -196,15 +205,15 @@ class DataFeed:
             batch_size=self._recipe.train.batch_size,
         )
 
-    def start(self) -> None:
-        recipe, plan = self._recipe, self.plan
+    def start(self, plan: PlanState | None = None) -> None:
+        recipe, read_plan = self._recipe, dataclasses.replace(self.plan, state=plan)
         reader: Reader = self._reader
         if recipe.input.source == "memory":
-            shard = plan.shards[plan.rank % len(plan.shards)]
+            shard = read_plan.shards[read_plan.rank % len(read_plan.shards)]
             reader = MemoryReader(self._reader, shard, recipe.storage.request_bytes or _SAMPLE_BYTES)
-            plan = dataclasses.replace(plan, shards=(reader.sample,), rank=0, world_size=1)
+            read_plan = dataclasses.replace(read_plan, shards=(reader.sample,), rank=0, world_size=1)
         self._loader = Loader(
-            plan,
+            read_plan,
             reader,
             num_classes=recipe.data.num_classes,
             input=recipe.input,
@@ -215,9 +224,14 @@ class DataFeed:
             tell=self._record,
         )
 
+    def plan_state(self) -> PlanState | None:
+        # What is repeated from memory has no place in the set.
+        return self._running().state_after(self._handed_out) if self._recipe.input.source == "data" else None
+
     def next_batch(self) -> HostBatch:
         loader = self._running()
         batch = loader.next_batch(self._recipe.launch.stall_timeout_s)
+        self._handed_out += 1
         return HostBatch(
             pixels=torch.from_numpy(batch.images),
             labels=torch.from_numpy(batch.labels),

@@ -68,6 +68,9 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
     phase.now = "import torch"
     import torch
 
+    from drawbar.checkpoint.find import store_of_rank
+    from drawbar.checkpoint.reader import resume
+    from drawbar.checkpoint.writer import About, CheckpointWriter
     from drawbar.input.device import device_of_rank
     from drawbar.launch.feed import open_feed
     from drawbar.train.build import build_training
@@ -108,9 +111,34 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
         _write_clock(journal, control, world, "start")
         phase.now = "build model"
         training = build_training(recipe, world, device, dtype, feed.num_records)
+        if training.weights is not None:
+            journal.write(training.weights)
+        phase.now = "resume"
+        rounding = {
+            "device": device.type,
+            "precision": precision,
+            "compute threads": str(threads),
+            "torch": torch.__version__,
+        }
+        about = About(recipe=recipe, world=world, dataset_sha256=feed.dataset_sha256, rounding=rounding)
+        resumed = resume(training, about, journal.write)
+        checkpoints = None
+        if recipe.checkpoint.url:
+            checkpoints = CheckpointWriter(
+                store_of_rank(recipe.checkpoint.url, recipe),
+                about,
+                training,
+                control,
+                journal,
+                plan_state=feed.plan_state,
+                first_step=resumed.step,
+                first_epoch=resumed.epoch,
+            )
+        warmup_steps, steps = recipe.train.steps_from(resumed.step)
         settings = LoopSettings(
-            warmup_steps=recipe.train.warmup_steps,
-            steps=recipe.train.steps,
+            first_step=resumed.step,
+            warmup_steps=warmup_steps,
+            steps=steps,
             rank=world.rank,
             slow_step_s=recipe.faults.slow_step_s if world.rank == recipe.faults.slow_rank else 0.0,
         )
@@ -120,11 +148,14 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
 
         with _host_counters(run_dir, control, world):
             torch.distributed.barrier(control)
-            feed.start()
+            feed.start(resumed.plan)
             clock = CudaClock() if device.type == "cuda" else HostClock()
             with _summaries(recipe, run_dir, world, training, journal) as summaries:
-                between = [summaries] if summaries else []
+                between = [each for each in (summaries, checkpoints) if each]
                 train(feed.next_batch, training.step, clock, summaries or journal, settings, on_step, between)
+            if checkpoints:
+                phase.now = "write the last checkpoint"
+                checkpoints.finish()
             phase.now = "drain input"
             for event in feed.close():
                 journal.write(event)

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import psutil
 
+from drawbar.checkpoint.find import Checkpoints
 from drawbar.config import Recipe
 from drawbar.config import Storage as StorageSettings
 from drawbar.dataset.index import INDEX_NAME, INDEX_VARIABLE, ShardIndex, find_or_scan
@@ -69,6 +70,8 @@ class Storage:
     """None with a constant batch; with record sizes from the index where there is one."""
     index: ShardIndex | None = None
     """Of a set without a manifest, where ranks share its shards."""
+    checkpoints: Checkpoints | None = None
+    """None where none is written or read."""
 
 
 def run(recipe: Recipe, storage: Storage, run_dir: Path, console: Console) -> None:
@@ -107,9 +110,14 @@ def _run(recipe: Recipe, storage: Storage, run_dir: Path, journal: JournalWriter
             console.line(f"note: shards are missing, by the others' numbers: {len(missing)}, such as {missing[0]}")
     console.status("making the start cold" if recipe.cache.start == "cold" else "starting")
     storage = make_cold(recipe, storage, journal)
+    if recipe.cache.start == "cold" and storage.checkpoints is not None:
+        page_cache.flush(storage.checkpoints.files_to_read())
     write_witnesses(storage.store, "before", journal)
     env = environment_of_ranks(recipe, storage, run_dir)
-    watch(Torchrun(run_dir, recipe.launch.ranks, env), recipe, run_dir, console)
+    first_step = storage.checkpoints.first_step if storage.checkpoints else 0
+    if first_step:
+        console.line(f"resuming from step {first_step}")
+    watch(Torchrun(run_dir, recipe.launch.ranks, env), recipe, run_dir, console, first_step)
     write_witnesses(storage.store, "after", journal)
 
 
@@ -118,6 +126,8 @@ def environment_of_ranks(recipe: Recipe, storage: Storage, folder: Path) -> dict
     env = rank_environment(recipe, os.environ, recipe.launch.ranks)
     if storage.credentials is not None:
         env = storage.credentials.added_to(env) | {EMBEDDED_ENDPOINTS: ",".join(storage.endpoints)}
+    if storage.checkpoints is not None:
+        env = storage.checkpoints.added_to(env)
     if storage.index is not None:
         path = (folder / INDEX_NAME).resolve()
         path.write_text(storage.index.dumps())
@@ -225,15 +235,7 @@ def _find_storage(recipe: Recipe) -> Storage:
     if not parse_url(url).on_s3:
         listing = list_place(open_place(url, None, None, settings), url, pattern=pattern)
         return Storage(endpoints=[], credentials=None, store=None, listing=listing)
-    store = None
-    if settings.endpoints == "embedded":
-        store = embedded.find(embedded_dir(recipe))
-        endpoints = list(store.endpoints)
-        credentials = Credentials(access_key_id=store.access_key_id, secret_access_key=store.secret_access_key)
-    else:
-        named = settings.endpoints
-        endpoints = [environment_endpoint()] if isinstance(named, str) else list(named)
-        credentials = Credentials.from_environment()
+    endpoints, credentials, store = addresses_and_keys(recipe)
     used = endpoints[: recipe.launch.ranks] if settings.policy == "rank" else endpoints
     listings = [list_at(recipe, endpoint, credentials) for endpoint in used]
     for endpoint, listing in zip(used, listings, strict=True):
@@ -241,6 +243,17 @@ def _find_storage(recipe: Recipe) -> Storage:
             raise EnvironmentUnfit(f"endpoints show different data: {endpoints[0]} and {endpoint} under {url}")
         _check_versions(settings, listings[0], listing, f"{endpoints[0]} and {endpoint}")
     return Storage(endpoints=endpoints, credentials=credentials, store=store, listing=listings[0])
+
+
+def addresses_and_keys(recipe: Recipe) -> tuple[list[str], Credentials, embedded.EmbeddedStore | None]:
+    """The endpoints that the recipe names, the keys that go with them, and the store where it is ours."""
+    named = recipe.storage.endpoints
+    if named == "embedded":
+        store = embedded.find(embedded_dir(recipe))
+        keys = Credentials(access_key_id=store.access_key_id, secret_access_key=store.secret_access_key)
+        return list(store.endpoints), keys, store
+    endpoints = [environment_endpoint()] if isinstance(named, str) else list(named)
+    return endpoints, Credentials.from_environment(), None
 
 
 def _check_versions(settings: StorageSettings, first: Listing, other: Listing, where: str) -> None:
@@ -338,14 +351,14 @@ def settled_counts(store: embedded.EmbeddedStore, *, silent_ok: bool, deadline_s
             return counts
 
 
-def watch(torchrun: Torchrun, recipe: Recipe, run_dir: Path, console: Console) -> None:
+def watch(torchrun: Torchrun, recipe: Recipe, run_dir: Path, console: Console, first_step: int = 0) -> None:
     """Shows progress until the ranks are done. Raises RunFailed or Interrupted once all of them are gone."""
-    train = recipe.train
+    warmup_steps, steps = recipe.train.steps_from(first_step)
     printer = StepPrinter(
         world_size=recipe.launch.ranks,
-        warmup_steps=train.warmup_steps,
-        steps=train.steps,
-        display_every=train.display_every,
+        warmup_steps=warmup_steps,
+        steps=steps,
+        display_every=recipe.train.display_every,
     )
     tail = JournalTail(run_dir)
     stall = StallWatch(recipe.launch.ranks, recipe.launch.stall_timeout_s)

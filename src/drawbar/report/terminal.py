@@ -308,6 +308,9 @@ def _facts_block(result: Result) -> list[str]:
         f"bytes: {words.balance_sentence(result)}",
         *([f"reading: {reading}"] if (reading := words.reading_sentence(result)) else []),
         *([f"summaries: {written}"] if (written := words.summaries_sentence(result)) else []),
+        *([f"weights: {weights}"] if (weights := words.weights_sentence(result)) else []),
+        *([resumed] if (resumed := words.resumed_sentence(result)) else []),
+        *([written] if (written := words.checkpoints_sentence(result)) else []),
     ]
     return [line for text in lines for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ")]
 

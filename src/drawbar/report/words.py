@@ -202,6 +202,50 @@ def summaries_sentence(result: Result) -> str:
     return f"written {plural(summaries['written'], 'time')} between steps, {number(summaries['write_s'], 2)} s in all"
 
 
+def checkpoints_sentence(result: Result) -> str:
+    """Empty where none was written."""
+    written = result["checkpoints"]
+    if written is None:
+        return ""
+    each = f"{megabytes(written['bytes'] / written['written'])} MB"
+    pause = written["pause_s"]
+    waited = f", {number(written['waited_s'], 2)} s of it for the write before" if written["waited_s"] >= 0.01 else ""
+    return (
+        f"{plural(written['written'], 'checkpoint')} of {each} written at {number(written['mb_per_s'])} MB/s "
+        f"beside training, which stood still for {milliseconds(pause['p50'])} ms each (longest "
+        f"{milliseconds(pause['max'])}{waited}); the last: {written['last_target']}"
+    )
+
+
+def resumed_sentence(result: Result) -> str:
+    """Empty for a training that began with this run."""
+    found = result["resumed"]
+    if found is None:
+        return ""
+    return (
+        f"resumed from step {found['step']}, the earlier part is not counted; {megabytes(found['bytes'])} MB read at "
+        f"{number(found['mb_per_s'])} MB/s by each rank ({number(found['read_s'], 2)} s) from {found['source']}"
+    )
+
+
+def weights_sentence(result: Result) -> str:
+    """Empty where all weights were random."""
+    found = result["weights"]
+    if found is None:
+        return ""
+
+    def listed(names: list[str], what: str) -> str:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"; {what}: {', '.join(names[:3])}{more}" if names else ""
+
+    return (
+        f"{plural(found['loaded'], 'tensor')} from {found['source']}"
+        + listed(found["head"], "left random, as the classes differ")
+        + listed(found["missing"], "not in the file")
+        + listed(found["unexpected"], "not used")
+    )
+
+
 def endpoint_troubles(result: Result) -> list[str]:
     """One line for each endpoint of which there is more to say than its errors and retries."""
     lines = []

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from drawbar.config import Recipe
+from drawbar.journal import WeightsRead
 from drawbar.models.build import build_model, check_takes
 from drawbar.models.names import DETECTORS
+from drawbar.models.weights import load_weights
 from drawbar.train.detection import DetectionObjective
 from drawbar.train.objective import Classification, Objective
 from drawbar.train.optimizer import build_optimizer
@@ -18,12 +23,24 @@ from drawbar.train.step import Step, TrainStep
 from drawbar.world import World
 
 
+class Stateful(Protocol):
+    """Something of a training that a checkpoint holds: tensors, numbers, text, in dicts and lists."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
     model: nn.Module
     """As it was built, not wrapped: what is evaluated and saved."""
     optimizer: torch.optim.Optimizer
     step: Step
+    state: Mapping[str, Stateful] = field(default_factory=dict)
+    """What else a checkpoint must hold, the same on every rank, such as a loss scaler; by name."""
+    weights: WeightsRead | None = None
+    """Where the model began with `model.weights`."""
 
 
 def build_training(
@@ -31,7 +48,9 @@ def build_training(
 ) -> Training:
     """`num_records`: of the data set, None where they are not known. Needs the process group where there is more than
     one rank."""
-    model = _model(recipe).to(device)
+    model = _model(recipe)
+    weights = load_weights(model, Path(recipe.model.weights)) if recipe.model.weights else None
+    model = model.to(device)
     if recipe.model.channels_last:
         model = model.to(memory_format=torch.channels_last)
     exchanged = model
@@ -48,7 +67,7 @@ def build_training(
         device=device,
         dtype=dtype,
     )
-    return Training(model=model, optimizer=optimizer, step=step)
+    return Training(model=model, optimizer=optimizer, step=step, weights=weights)
 
 
 def _model(recipe: Recipe) -> nn.Module:

@@ -47,6 +47,8 @@ class Pause:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopSettings:
+    first_step: int = 0
+    """Its number: the steps that were done before, where training was resumed."""
     warmup_steps: int
     steps: int
     rank: int
@@ -63,8 +65,8 @@ def train(
     on_step: Callable[[int], None],
     between: Sequence[Between] = (),
 ) -> None:
-    """Runs `warmup_steps + steps` steps, or until one of `between` says stop, and journals each. `on_step` is told the
-    number of the step that begins.
+    """Runs `warmup_steps + steps` steps, from `first_step` on, or until one of `between` says stop, and journals each.
+    `on_step` is told the number of the step that begins.
 
     Raises whatever the input raises, and RunFailed when the loss is no longer a number.
     """
@@ -73,7 +75,8 @@ def train(
     last_epoch = -1
     tags: list[str] = []
     previous = clock.mark()
-    for number in range(settings.warmup_steps + settings.steps):
+    first_measured = settings.first_step + settings.warmup_steps
+    for number in range(settings.first_step, first_measured + settings.steps):
         on_step(number)
         wait_start = time.perf_counter()
         batch = next_batch()
@@ -87,7 +90,7 @@ def train(
         pending.append(
             _Pending(
                 number=number,
-                warmup=number < settings.warmup_steps,
+                warmup=number < first_measured,
                 start=previous,
                 end=mark,
                 data_wait_s=data_wait_s,

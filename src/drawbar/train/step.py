@@ -37,6 +37,9 @@ class Trained:
 class Step(Protocol):
     """What a step does; `train/loop.py` says when and writes down how long."""
 
+    number: int
+    """Of the next step, from 0; a resumed training sets it."""
+
     def run(self, batch: HostBatch) -> Trained:
         """Trains one batch."""
 
@@ -58,7 +61,6 @@ class TrainStep:
         dtype: torch.dtype,
     ) -> None:
         self.number = 0
-        """Of the next step; a resumed training sets it."""
         self._model, self._optimizer = model, optimizer
         self._objective, self._learning_rate = objective, learning_rate
         self._device, self._dtype = device, dtype
