@@ -130,9 +130,10 @@ class Input(Section):
     batch, repeated; nothing is read or decoded. The result says so."""
     image_size: int = Field(default=224, ge=8, le=4096)
     """Pixels of the square crop."""
-    decoder: Literal["auto", "region", "full"] = "auto"
+    decoder: Literal["auto", "region", "full", "gpu"] = "auto"
     """`region`: only the crop window is decoded; `full`: the whole image is; `auto`: region where it was built, and the
-    result says which. Equal pixels, but for `fast` decoding at a fraction of the size, which only `region` does."""
+    result says which. Equal pixels, but for `fast` decoding at a fraction of the size, which only `region` does. `gpu`:
+    the rank's GPU decodes, by nvImageCodec (docs/decode.md)."""
     decode: Literal["fast", "exact"] = "fast"
     """`fast`: fast integer DCT, chroma repeated instead of interpolated, 1/2, 1/4 or 1/8 of the size for windows at
     least that many times larger than the crop; `exact`: none of them, as MLPerf-style runs want."""
@@ -233,6 +234,12 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
+        if self.input.decoder == "gpu" and self.launch.device == "cpu":
+            raise ValueError('input.decoder is "gpu", but launch.device is "cpu"')
+        if self.input.decoder == "gpu" and self.input.distortions:
+            raise ValueError(
+                'input.distortions is true, but colours are distorted on the CPU and input.decoder is "gpu"'
+            )
         if self.faults.slow_rank >= self.launch.ranks:
             raise ValueError(f"faults.slow_rank is {self.faults.slow_rank}, but there are {self.launch.ranks} ranks")
         return self

@@ -220,6 +220,8 @@ class InputReport(Event):
     """Which of the two were found out during the run, and not given by the recipe."""
     first_batch_s: float
     """From making the loader to the first decoded batch; 0: there was none."""
+    fallback_images: int = 0
+    """Decoded on the CPU though the recipe says GPU, which did not take them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -159,6 +159,8 @@ class InputResult(TypedDict):
     decoded_images: int | None
     trained_images: int | None
     bad_images: int | None
+    fallback_images: int | None
+    """Left to the CPU by a GPU that was to decode them; among `decoded_images`."""
     padded_images: int | None
     """Trained a second time in their epoch to fill its last batch; among `trained_images`."""
     epochs: float | None

@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 
 from drawbar.analyze.schema import CacheResult, CacheState, DataSetResult, EndpointResult, InputResult, Latency
-from drawbar.analyze.stages import first_batch_s, reading_result, stage_results
+from drawbar.analyze.stages import fallback_images, first_batch_s, reading_result, stage_results
 from drawbar.analyze.throughput import percentiles
 from drawbar.analyze.timeline import Run
 from drawbar.journal import Cache, DataSet, EndpointChange, InputTotals, Request, Witness
@@ -112,6 +112,7 @@ def input_result(run: Run) -> InputResult:
         decoded_images=summed("decoded_images"),
         trained_images=summed("trained_images"),
         bad_images=summed("bad_images"),
+        fallback_images=fallback_images(run),
         padded_images=summed("padded_images"),
         # The rank that read most decides: its second pass over its share cannot be cold.
         epochs=max(total.epochs for total in known) if complete else None,

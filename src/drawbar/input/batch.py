@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from drawbar.dataset.tfrecord import FRAME_BYTES
 from drawbar.input.libjpeg import Pixels
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,6 +44,8 @@ class Batch:
     records: list[Record]
     epoch: int
     """Epoch of its last record."""
+    on_device: torch.Tensor | None = None
+    """The same as `images`, which then holds none, where a GPU decodes; complete once the batch is `decoded`."""
     _tasks_left: int = 0
     _done: threading.Event = field(default_factory=threading.Event)
     _error: BaseException | None = None

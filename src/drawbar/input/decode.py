@@ -5,12 +5,12 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from drawbar.dataset.example import parse_image_example
+from drawbar.dataset.example import Box, ImageExample, parse_image_example
 from drawbar.errors import DataError
 from drawbar.input.augment import RecordRandom
 from drawbar.input.batch import Batch, Record
@@ -43,6 +43,8 @@ class DecodePool:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self.stage = Stage(name="decode", threads=threads)
+        self.fallbacks = 0
+        """Images so far that a GPU was to decode and the CPU did."""
         self._threads = [threading.Thread(target=self._work, name=f"decode_{i}", daemon=True) for i in range(threads)]
         for thread in self._threads:
             thread.start()
@@ -52,9 +54,13 @@ class DecodePool:
         """Images so far."""
         return self.stage.items
 
+    def _group(self, batch_size: int) -> int:
+        """Records of one task."""
+        return max(1, min(_MAX_GROUP, batch_size // (2 * len(self._threads))))
+
     def submit(self, batch: Batch) -> None:
         size = len(batch.records)
-        group = max(1, min(_MAX_GROUP, size // (2 * len(self._threads))))
+        group = self._group(size)
         starts = range(0, size, group)
         batch.expect(len(starts))
         for start in starts:
@@ -78,11 +84,8 @@ class DecodePool:
             error: BaseException | None = None
             done, read_bytes = 0, 0
             if task is not None and not self._stop.is_set():
-                batch, start, end = task
                 try:
-                    for i in range(start, end):
-                        record = batch.records[i]
-                        self._decode(record, batch.images[i], batch.labels[i : i + 1])
+                    for record in self._decode_group(*task):
                         done, read_bytes = done + 1, read_bytes + len(record.payload)
                 except BaseException as caught:
                     error = caught
@@ -97,7 +100,14 @@ class DecodePool:
                     return
                 task[0].finish_task(error)
 
-    def _decode(self, record: Record, out: Pixels, label: npt.NDArray[np.int64]) -> None:
+    def _decode_group(self, batch: Batch, start: int, end: int) -> Iterator[Record]:
+        """Fills these slots of the batch; yields each record that is done. Raises DataError."""
+        for i in range(start, end):
+            self._decode(batch.records[i], batch.images[i], batch.labels[i : i + 1])
+            yield batch.records[i]
+
+    def _parse(self, record: Record) -> tuple[ImageExample, Sequence[Box]]:
+        """The record, and its boxes where samples want them. Raises DataError, also for a label out of range."""
         try:
             example = parse_image_example(record.payload)
             boxes = example.boxes if self._samples.wants_boxes else ()
@@ -108,9 +118,19 @@ class DecodePool:
                 f"{record.key} at byte {record.offset}: label {example.label} is out of range 1..{self._num_classes}",
                 hint="set data.num_classes to the number of classes of this set",
             )
-        draws = RecordRandom(self._seed, record.epoch, record.shard, record.offset)
+        return example, boxes
+
+    def _draws(self, record: Record) -> RecordRandom:
+        return RecordRandom(self._seed, record.epoch, record.shard, record.offset)
+
+    def _decode(self, record: Record, out: Pixels, label: npt.NDArray[np.int64]) -> None:
+        example, boxes = self._parse(record)
         try:
-            self._samples.train(example.encoded, draws, out, boxes)
+            self._samples.train(example.encoded, self._draws(record), out, boxes)
         except BadImage as error:
-            raise DataError(f"{record.key} at byte {record.offset}: cannot decode image: {error}") from None
+            raise cannot_decode(record, error) from None
         label[0] = example.label - 1
+
+
+def cannot_decode(record: Record, error: BadImage) -> DataError:
+    return DataError(f"{record.key} at byte {record.offset}: cannot decode image: {error}")

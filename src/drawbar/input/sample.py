@@ -9,7 +9,7 @@ from drawbar.config import Input
 from drawbar.dataset.example import Box
 from drawbar.input.augment import EvalRule, RecordRandom, eval_placement, train_placement
 from drawbar.input.distort import distort_colours
-from drawbar.input.image_decoder import Encoded, ImageDecoder
+from drawbar.input.image_decoder import Encoded, ImageDecoder, Placement
 from drawbar.input.libjpeg import Pixels
 
 
@@ -18,7 +18,8 @@ class SampleMaker:
 
     def __init__(self, input: Input) -> None:
         self._input = input
-        self._decoder = ImageDecoder(input.decoder, input.decode)
+        # Beside a GPU: for what that does not decode.
+        self._decoder = ImageDecoder("auto" if input.decoder == "gpu" else input.decoder, input.decode)
         self.decoding = self._decoder.decoding
 
     @property
@@ -30,6 +31,10 @@ class SampleMaker:
         self._decoder.sample(encoded, partial(train_placement, random=random, boxes=boxes), out)
         if self._input.distortions:
             distort_colours(out, random)
+
+    def place(self, encoded: Encoded, placement: Placement, out: Pixels) -> None:
+        """Fills `out` with what was placed already, and as it is. Raises BadImage."""
+        self._decoder.sample(encoded, lambda height, width: placement, out)
 
     def evaluate(self, encoded: Encoded, out: Pixels, rule: EvalRule = "mlperf") -> None:
         """Fills `out` with the central crop. Raises BadImage."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +15,8 @@ import torch
 from drawbar.config import Recipe
 from drawbar.dataset.index import INDEX_VARIABLE, ShardIndex
 from drawbar.dataset.listing import split_pattern
+from drawbar.input.decode import DecodePool
+from drawbar.input.gpu_decode import GpuDecodePool, GpuDecoder, open_gpu_decoder
 from drawbar.input.libjpeg import Pixels
 from drawbar.input.loader import Loader, ReadPlan
 from drawbar.input.memory import MemoryReader
@@ -25,7 +28,7 @@ from drawbar.storage.environment import Connection, Credentials, environment_end
 from drawbar.storage.reader import CountedReader, Reader
 from drawbar.storage.stores import open_place
 from drawbar.storage.urls import parse_url
-from drawbar.train.loop import HostBatch
+from drawbar.train.loop import STEPS_IN_FLIGHT, HostBatch
 from drawbar.world import World
 
 _SAMPLE_BYTES = 8 << 20
@@ -54,7 +57,7 @@ def open_feed(
 ) -> Feed:
     """`record` is told of every GET, and of what becomes of endpoints."""
     if recipe.input.source == "constant":
-        return ConstantFeed(recipe)
+        return ConstantFeed(recipe, device)
     return DataFeed(recipe, world, device, decoders, record)
 
 
@@ -66,10 +69,11 @@ class ConstantFeed:
     decoding: dict[str, Any] | None = None
     storage: dict[str, Any] = {}  # noqa: RUF012 (an instance never changes it)
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
         rng = np.random.default_rng(recipe.input.seed)
         size, batch = recipe.input.image_size, recipe.train.batch_size
-        self._pixels = torch.from_numpy(rng.integers(0, 256, (batch, size, size, 3), np.uint8))
+        pixels = torch.from_numpy(rng.integers(0, 256, (batch, size, size, 3), np.uint8))
+        self._pixels = pixels.pin_memory() if device.type == "cuda" else pixels
         self._labels = torch.from_numpy(rng.integers(0, recipe.data.num_classes, batch, np.int64))
         self._trained = 0
 
@@ -112,7 +116,7 @@ class DataFeed:
         self, recipe: Recipe, world: World, device: torch.device, decoders: int, record: Callable[[Event], None]
     ) -> None:
         self._recipe, self._world, self._decoders = recipe, world, decoders
-        self._pinned = device.type == "cuda"
+        self._on_gpu = device.type == "cuda"
         on_s3 = parse_url(recipe.data.url).on_s3
         url, pattern = split_pattern(recipe.data.url)
         credentials = Credentials.from_environment() if on_s3 else None
@@ -128,7 +132,13 @@ class DataFeed:
         if index:
             self._listing = ShardIndex.load(Path(index)).apply(self._listing)
         self._samples = SampleMaker(recipe.input)
-        self.decoding: dict[str, Any] | None = dataclasses.asdict(self._samples.decoding)
+        decoding = self._samples.decoding
+        self._gpu: GpuDecoder | None = None
+        if recipe.input.decoder == "gpu":
+            self._gpu = open_gpu_decoder(device, recipe.input.decode, decoders)
+            rest = f"images that are no plain JPEG: {decoding.decoder} decoding by {decoding.library}"
+            decoding = dataclasses.replace(self._gpu.decoding, note=rest)
+        self.decoding: dict[str, Any] | None = dataclasses.asdict(decoding)
         self._loader: Loader | None = None
         self.endpoint = self._reader.home.endpoint if recipe.storage.policy == "rank" or not on_s3 else ""
         self.dataset_sha256 = self._listing.sha256
@@ -152,6 +162,15 @@ class DataFeed:
             batch_size=self._recipe.train.batch_size,
         )
 
+    @property
+    def pool(self) -> Callable[..., DecodePool]:
+        """Makes what decodes, with DecodePool's arguments."""
+        return DecodePool if self._gpu is None else partial(GpuDecodePool, self._gpu)
+
+    @property
+    def samples(self) -> SampleMaker:
+        return self._samples
+
     def start(self) -> None:
         recipe, plan = self._recipe, self.plan
         reader: Reader = self._reader
@@ -168,13 +187,15 @@ class DataFeed:
             samples=self._samples,
             decode_threads=self._decoders,
             allocate=self._allocate,
+            pool=self.pool,
+            unfinished=STEPS_IN_FLIGHT if self._on_gpu else 0,
         )
 
     def next_batch(self) -> HostBatch:
         loader = self._running()
         batch = loader.next_batch(self._recipe.launch.stall_timeout_s)
         return HostBatch(
-            pixels=torch.from_numpy(batch.images),
+            pixels=torch.from_numpy(batch.images) if batch.on_device is None else batch.on_device,
             labels=torch.from_numpy(batch.labels),
             epoch=batch.epoch,
             release=lambda: loader.recycle(batch),
@@ -194,5 +215,7 @@ class DataFeed:
         return self._loader
 
     def _allocate(self, shape: tuple[int, ...]) -> Pixels:
-        pixels: Pixels = torch.empty(shape, dtype=torch.uint8, pin_memory=self._pinned).numpy()
+        # Where the GPU decodes, only what it leaves to the CPU is ever written here.
+        pinned = self._on_gpu and self._gpu is None
+        pixels: Pixels = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned).numpy()
         return pixels

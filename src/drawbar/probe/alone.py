@@ -19,16 +19,15 @@ import torch
 
 from drawbar.config import Recipe
 from drawbar.input.batch import Batch, Record
-from drawbar.input.decode import DecodePool
 from drawbar.input.device import device_of_rank
 from drawbar.input.fetch import Fetcher
 from drawbar.input.reading import Reading
 from drawbar.input.records import RecordReader
-from drawbar.input.sample import SampleMaker
 from drawbar.input.sources import in_turn, open_sources
 from drawbar.journal import Event
 from drawbar.launch.environment import decode_threads, threads_per_rank
 from drawbar.launch.feed import ConstantFeed, DataFeed, open_feed
+from drawbar.train.loop import STEPS_IN_FLIGHT
 from drawbar.train.precision import choose_precision
 from drawbar.train.step import TrainStep
 from drawbar.world import World
@@ -143,9 +142,8 @@ def decode(rank: Rank) -> Measure:
 
     def measure(seconds: float) -> Passed:
         settings = rank.recipe.input
-        pool = DecodePool(
-            rank.decode_threads, SampleMaker(settings), num_classes=rank.recipe.data.num_classes, seed=settings.seed
-        )
+        num_classes = rank.recipe.data.num_classes
+        pool = feed.pool(rank.decode_threads, feed.samples, num_classes=num_classes, seed=settings.seed)
         side = rank.recipe.input.image_size
         buffers = itertools.cycle([np.empty((size, side, side, 3), np.uint8) for _ in range(4)])
         source: Iterator[Record] = itertools.cycle(records)
@@ -189,8 +187,11 @@ def batch(rank: Rank) -> Measure:
 
 
 def copy(rank: Rank) -> Measure:
-    """One made-up batch to the device again and again, and normalised there. No input, no model."""
-    pixels = ConstantFeed(rank.recipe).next_batch()
+    """One made-up batch to the device again and again, and normalised there. No input, no model.
+
+    On a GPU from pinned memory on the copy's own stream, as many in flight as training has.
+    """
+    pixels = ConstantFeed(rank.recipe, rank.device).next_batch()
     dtype = choose_precision(rank.recipe.model.precision, rank.device)
     parameter = torch.nn.Parameter(torch.zeros(1))
     step = TrainStep(
@@ -203,11 +204,15 @@ def copy(rank: Rank) -> Measure:
 
     def measure(seconds: float) -> Passed:
         copied = 0
+        normalised: deque[torch.cuda.Event] = deque()
         clock = _Clock(seconds)
         while not clock.is_over():
             step.to_device(pixels.pixels, pixels.labels)
             if rank.device.type == "cuda":
-                torch.cuda.synchronize()  # the copy is what is measured, not its launch
+                normalised.append(torch.cuda.current_stream(rank.device).record_event())
+                if len(normalised) <= STEPS_IN_FLIGHT:
+                    continue
+                normalised.popleft().synchronize()  # the copy is what is measured, not its launch
             copied += 1
         return clock.passed(copied * len(pixels.labels), copied * pixels.pixels.numel(), torch.get_num_threads())
 

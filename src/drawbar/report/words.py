@@ -173,7 +173,9 @@ def reading_sentence(result: Result) -> str:
     begun = f"; first batch {number(first, 2)} s after the loader's start" if first is not None else ""
     padded = result["input"]["padded_images"]
     filled = f"; {plural(padded, 'image')} trained twice to fill a last batch" if padded else ""
-    return f"GETs of up to {size} MiB, {ahead} ahead{how}{begun}{filled}"
+    fallbacks = result["input"]["fallback_images"]
+    left = f"; {plural(fallbacks, 'image')} left to the CPU by the GPU" if fallbacks else ""
+    return f"GETs of up to {size} MiB, {ahead} ahead{how}{begun}{filled}{left}"
 
 
 def endpoint_troubles(result: Result) -> list[str]:

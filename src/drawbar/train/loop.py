@@ -17,16 +17,16 @@ from drawbar.journal import JournalWriter, Step
 from drawbar.train.clock import CudaClock, HostClock
 from drawbar.train.step import Spans, TrainStep
 
-_STEPS_IN_FLIGHT = 2
+STEPS_IN_FLIGHT = 2
 """How far the host may run ahead of a GPU: enough to hide the launch, little enough to notice trouble at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostBatch:
-    """A batch in host memory and what to call when its pixels have left it."""
+    """A batch as the loader gives it, and what to call when its step is over and its memory may be used again."""
 
     pixels: torch.Tensor
-    """uint8 (batch, height, width, 3)."""
+    """uint8 (batch, height, width, 3), in host memory; on the device where the GPU decoded it."""
     labels: torch.Tensor
     """int64 (batch,)."""
     epoch: int
@@ -88,7 +88,7 @@ def train(
         )
         previous = mark
         # On a CPU the step is over; a GPU is allowed to run behind, and its buffers stay in use until it caught up.
-        while len(pending) > (_STEPS_IN_FLIGHT if isinstance(clock, CudaClock) else 0):
+        while len(pending) > (STEPS_IN_FLIGHT if isinstance(clock, CudaClock) else 0):
             _finish(pending.popleft(), clock, journal, settings.rank)
     while pending:
         _finish(pending.popleft(), clock, journal, settings.rank)

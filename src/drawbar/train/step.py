@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from drawbar.input.device import DeviceCopy
+
 # ImageNet's channel means and standard deviations, of pixels 0..255.
 _MEAN = (123.68, 116.78, 103.94)
 _STD = (58.4, 57.1, 57.4)
@@ -37,6 +39,7 @@ class TrainStep:
     ) -> None:
         self._model, self._optimizer = model, optimizer
         self._device, self._dtype = device, dtype
+        self._copy = DeviceCopy(device)
         self._layout = torch.channels_last if channels_last else torch.contiguous_format
         self._mean = torch.tensor(_MEAN, device=device, dtype=dtype).view(1, 3, 1, 1)
         self._scale = 1 / torch.tensor(_STD, device=device, dtype=dtype).view(1, 3, 1, 1)
@@ -58,6 +61,6 @@ class TrainStep:
 
     def to_device(self, pixels: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """uint8 crosses to the device; normalised there, in the model's precision."""
-        images = pixels.to(self._device, non_blocking=True).permute(0, 3, 1, 2)
-        images = images.to(self._dtype, memory_format=self._layout)
-        return images.sub_(self._mean).mul_(self._scale), labels.to(self._device, non_blocking=True)
+        there = self._copy.to_device(pixels, labels)
+        images = there.pixels.permute(0, 3, 1, 2).to(self._dtype, memory_format=self._layout)
+        return images.sub_(self._mean).mul_(self._scale), there.labels
