@@ -211,6 +211,27 @@ class Launch(Section):
 class CacheState(Section):
     start: Literal["cold", "any"] = "cold"
     """`cold`: flush what can be flushed before the first read, and show that it was; `any`: leave it as it is."""
+    drop_caches: bool = True
+    """Sets in files, where Drawbar runs as root: each host's whole page cache is emptied, metadata included, and not
+    only the set's files put out of it."""
+    storage_flush_command: list[str] = []
+    """Program and arguments, run once before the first read to empty the storage's own caches; no shell reads them, and
+    nothing is on its stdin. Empty: none. The result says that it ran, and that nothing proves what it did."""
+    storage_flush_timeout_s: float = Field(default=300.0, gt=0, le=86400)
+    """After it that command is stopped, with all that it started, and the run ends."""
+
+    @model_validator(mode="after")
+    def _command_is_run(self) -> CacheState:
+        if self.storage_flush_command and self.start != "cold":
+            raise ValueError(f'storage_flush_command is given, but start is "{self.start}": it would not be run')
+        return self
+
+    @field_validator("storage_flush_command")
+    @classmethod
+    def _words(cls, command: list[str]) -> list[str]:
+        if (command and not command[0]) or any("\0" in word for word in command):
+            raise ValueError(f"{command!r} names no program: expected a list of words, the program first")
+        return command
 
 
 class Faults(Section):

@@ -186,6 +186,23 @@ class DataSetResult(TypedDict):
     """There, but not in the manifest: not read."""
 
 
+class HostCache(TypedDict):
+    """What was done on one host before the first read."""
+
+    node: str
+    method: str
+    resident_fraction: float | None
+    note: str
+
+
+class StorageFlushResult(TypedDict):
+    """The recipe's `cache.storage_flush_command`. That it ended well proves nothing."""
+
+    command: list[str]
+    exit_code: int | None
+    duration_s: float
+
+
 class CacheResult(TypedDict):
     wanted: str
     state: CacheState
@@ -196,6 +213,9 @@ class CacheResult(TypedDict):
     disk_share: float | None
     """Bytes the store's volume processes read from disk / bytes its gateways sent."""
     note: str
+    hosts: list[HostCache]
+    """`method` and `note` sum them up; `resident_fraction` is the largest, null where one is not known."""
+    storage_flush: StorageFlushResult | None
 
 
 class HostResult(TypedDict):

@@ -42,6 +42,8 @@ class Feed(Protocol):
     """How images are decoded, `input.image_decoder.Decoding`; None where nothing is."""
     storage: dict[str, Any]
     """What the store is talked to with, environment and defaults included; no secret."""
+    keys: list[str]
+    """Of the shards."""
 
     def start(self) -> None:
         """Begins reading."""
@@ -68,6 +70,7 @@ class ConstantFeed:
     dataset_sha256 = "constant"
     decoding: dict[str, Any] | None = None
     storage: dict[str, Any] = {}  # noqa: RUF012 (an instance never changes it)
+    keys: list[str] = []  # noqa: RUF012
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         rng = np.random.default_rng(recipe.input.seed)
@@ -142,6 +145,7 @@ class DataFeed:
         self._loader: Loader | None = None
         self.endpoint = self._reader.home.endpoint if recipe.storage.policy == "rank" or not on_s3 else ""
         self.dataset_sha256 = self._listing.sha256
+        self.keys = [shard.key for shard in self._listing.shards]
         self.storage = {
             "policy": recipe.storage.policy,
             "endpoints": [place.endpoint for place in places],

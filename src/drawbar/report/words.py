@@ -137,6 +137,10 @@ def cache_sentence(result: Result) -> str:
         shares.append("server cache unknown")
     if (result["input"]["reread_share"] or 0) > 0:
         shares.append(f"{percent(result['input']['reread_share'], 1)} of the data bytes were read again")
+    flush = cache["storage_flush"]
+    if flush is not None:
+        ended = "was stopped" if flush["exit_code"] is None else f"ended with {flush['exit_code']}"
+        shares.append(f"the storage's flush command {ended} after {number(flush['duration_s'], 1)} s")
     state = {"cold": "shown cold", "unknown": "not shown cold"}.get(cache["state"], cache["state"])
     return "; ".join([f"wanted {cache['wanted']}, {state}", *shares, *filter(None, [cache["method"], cache["note"]])])
 
