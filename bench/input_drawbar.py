@@ -31,8 +31,8 @@ from input_contenders import BATCH_SIZE, CHECKED_IMAGES, THREADS, UNTIMED_BATCHE
 
 from drawbar.config import Recipe, load_recipe
 from drawbar.input import libjpeg
-from drawbar.input.image_decoder import ImageDecoder
 from drawbar.input.libjpeg import FAST_DCT, FAST_UPSAMPLING, Pixels, Window
+from drawbar.input.sample import SampleMaker
 from drawbar.journal import JournalWriter
 from drawbar.world import World
 
@@ -91,7 +91,7 @@ def limit(plan: Plan, recipe: Recipe) -> None:
         files[shard][start : start + size] for shard, (start, size) in zip(plan.shard, plan.jpeg.tolist(), strict=True)
     ]
     windows = [Window(*window) for window in plan.windows[0].tolist()]
-    decoding = ImageDecoder(recipe.input.decoder, recipe.input.decode).decoding
+    decoding = SampleMaker(recipe.input).decoding
     fast = FAST_DCT * decoding.fast_dct | FAST_UPSAMPLING * decoding.fast_upsampling
     position = 0
 

@@ -53,7 +53,7 @@ Place = Callable[[int, int], Placement]
 class Decoding:
     """How images are decoded, as the result states it."""
 
-    decoder: Literal["region", "full"]
+    decoder: Literal["region", "full", "gpu"]
     library: str
     """Its name and version."""
     fast_dct: bool
@@ -62,10 +62,38 @@ class Decoding:
     """Chroma repeated, or interpolated."""
     scaled_dct: bool
     """Decoded at 1/2, 1/4 or 1/8 where the window is at least that many times larger than the sample."""
-    resize: Literal["drawbar", "opencv"]
-    """Bilinear between the centres of pixels, without smoothing, both."""
+    resize: Literal["drawbar", "opencv", "torch"]
+    """Bilinear between the centres of pixels, without smoothing, all of them."""
     note: str = ""
-    """Why not the faster decoder."""
+    """Why not the faster decoder; beside a GPU, what decodes the rest."""
+
+
+class Header(NamedTuple):
+    height: int
+    width: int
+    colours: str
+    """`YCbCr`, `Gray`, `RGB`, `CMYK` or `YCCK`: how they are stored."""
+
+
+def read_header(encoded: Encoded) -> Header:
+    """Raises BadImage for what no decoder here takes, as far as a header tells; and for a file that is cut off."""
+    try:
+        if not ends(encoded):
+            raise BadImage("truncated JPEG: no end-of-image marker" if len(encoded) else "empty file")
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(encoded)
+        check_size(width, height, MAX_PIXELS)
+    except ValueError as error:
+        raise BadImage(str(error)) from None
+    except BadImage:
+        raise
+    except DataError as error:
+        raise BadImage(error.message) from None
+    return Header(height, width, colours)
+
+
+def ends(encoded: Encoded) -> bool:
+    """Whether a JPEG has its end-of-image marker."""
+    return encoded[-2:] == EOI or bytes(encoded).rfind(EOI) >= 0
 
 
 class ImageDecoder:
@@ -182,7 +210,7 @@ def resize_opencv(image: Pixels, placement: Placement, out: Pixels) -> None:
 
 def _header(decoder: RegionDecoder, data: Pixels, encoded: Encoded) -> tuple[int, int, int]:
     """Raises ValueError. What is cut off is refused even where the window would end before: as by a whole decoding."""
-    if encoded[-2:] != EOI and bytes(encoded).rfind(EOI) < 0:
+    if not ends(encoded):
         raise ValueError("truncated JPEG: no end-of-image marker" if len(encoded) else "empty file")
     height, width, components = decoder.header(data)
     if components not in (1, 3, 4):
