@@ -33,6 +33,9 @@ class MemoryReader:
         self.received_bytes += len(body)
         return body
 
+    def get_view(self, key: str, start: int, end: int, *, e_tag: str = "") -> memoryview:
+        return memoryview(self.get(key, start, end))
+
     def reread(self, key: str, start: int, end: int, why: str, *, e_tag: str = "") -> bytes:
         """These bytes were checked when they came: they are damaged in this host's memory."""
         raise DataError(f"damaged in memory: {why}", hint="this host's memory is not sound")

@@ -11,7 +11,7 @@ from drawbar.dataset.compressed import Decompressor, Inflation
 from drawbar.dataset.tfrecord import FramingError, RecordSplitter, compression_of
 from drawbar.errors import DataError
 from drawbar.input.batch import Record
-from drawbar.input.fetch import Body, Chunk
+from drawbar.input.fetch import Body, Bytes, Chunk
 from drawbar.input.plan import BoundedShuffle, Lane
 from drawbar.input.stages import Stage
 from drawbar.storage.reader import Reader
@@ -82,7 +82,7 @@ class RecordReader:
         for _ in range(place, len(lane.numbers)):
             yield None
 
-    def _of_chunk(self, chunk: Chunk, body: bytes) -> Iterator[Record]:
+    def _of_chunk(self, chunk: Chunk, body: Bytes) -> Iterator[Record]:
         """The records of a body that holds whole ones. Raises FramingError naming shard and offset for damage."""
         self._input_bytes += len(body)
         splitter = RecordSplitter(chunk.key, chunk.start, chunk.end)
@@ -109,7 +109,7 @@ class RecordReader:
                 stream.finish()
             splitter.finish()
 
-    def _split(self, splitter: RecordSplitter, chunk: Chunk, piece: bytes, end: int | None) -> Iterator[Record]:
+    def _split(self, splitter: RecordSplitter, chunk: Chunk, piece: Bytes, end: int | None) -> Iterator[Record]:
         """`end` is the piece's in the shard; None where it is decompressed, and damage cannot be read again."""
         try:
             yield from self._framed(splitter, chunk, piece)
@@ -123,7 +123,7 @@ class RecordReader:
         self._input_bytes += len(again)
         yield from self._framed(splitter, chunk, again)
 
-    def _framed(self, splitter: RecordSplitter, chunk: Chunk, piece: bytes) -> Iterator[Record]:
+    def _framed(self, splitter: RecordSplitter, chunk: Chunk, piece: Bytes) -> Iterator[Record]:
         stage, clock, pieces = self.stage, time.perf_counter, splitter.feed(piece)
         while True:
             begin_t = clock()
