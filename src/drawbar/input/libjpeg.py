@@ -24,7 +24,7 @@ LIBRARY = Path(__file__).with_name("_region_decode.so")
 LIBJPEG_VARIABLE = "DRAWBAR_LIBJPEG"
 """Names the libjpeg-turbo to use instead of those that are looked for."""
 
-FAST_DCT, FAST_UPSAMPLING, SCALED_DCT = 1, 2, 4
+FAST_DCT, FAST_UPSAMPLING, SCALED_DCT, LIBJPEG_HUFFMAN = 1, 2, 4, 8
 
 _INTERFACE = 1
 _MESSAGE_BYTES = 200
