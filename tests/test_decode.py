@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import cv2
@@ -57,6 +59,20 @@ def torchvision_resize(image: Pixels, window: Window, size: int) -> Pixels:
 
 def windows(image: Pixels, count: int) -> list[Window]:
     return [random_crop(image.shape[0], image.shape[1], RecordRandom(1, 0, 0, number)) for number in range(count)]
+
+
+@contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """As in an installation without a C compiler."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(libjpeg, "LIBRARY", libjpeg.LIBRARY.with_name("absent.so"))
+        libjpeg._library.cache_clear()
+        libjpeg.libjpeg_path.cache_clear()
+        try:
+            yield
+        finally:
+            libjpeg._library.cache_clear()
+            libjpeg.libjpeg_path.cache_clear()
 
 
 # The resize
@@ -175,7 +191,7 @@ def test_a_window_has_the_pixels_of_the_whole_image(
 def test_damaged_image_data_are_refused_wherever_libjpeg_does(
     seed: int, subsampling: str, restart: int, quality: int
 ) -> None:
-    """Or have the same pixels: Huffman decoding is our own, and libjpeg's, which lets some damage pass, the reference."""
+    """Or have the same pixels: Huffman decoding is ours; libjpeg, which lets some damage pass, is the reference."""
     rng = np.random.default_rng(seed)
     picture = bytearray(encoded(
         rng.integers(0, 256, (70, 50, 3), np.uint8), subsampling=subsampling, restart_marker_blocks=restart,
@@ -292,11 +308,15 @@ def test_batch_slots_are_filled_in_place() -> None:
 # Kinds of files
 
 
-@pytest.fixture(params=["region", "full"])
-def decoder(request: pytest.FixtureRequest) -> ImageDecoder:
-    if request.param == "region" and not libjpeg.LIBRARY.exists():
+@pytest.fixture(params=["region", "full", "simplejpeg"])
+def decoder(request: pytest.FixtureRequest) -> Iterator[ImageDecoder]:
+    if request.param == "simplejpeg":
+        with nothing_compiled():
+            yield ImageDecoder("auto", "exact")
+    elif not libjpeg.LIBRARY.exists():
         pytest.skip("the region decoder is not built here")
-    return ImageDecoder(request.param, "exact")
+    else:
+        yield ImageDecoder(request.param, "exact")
 
 
 def centre(picture: bytes, decoder: ImageDecoder) -> Pixels:
@@ -383,13 +403,8 @@ def test_one_decoder_takes_images_of_all_sizes_in_turn(decoder: ImageDecoder) ->
 # What is chosen
 
 
-def test_without_the_library_whole_images_are_decoded_and_the_result_says_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    monkeypatch.setattr(libjpeg, "LIBRARY", tmp_path / "absent.so")
-    libjpeg._library.cache_clear()
-    libjpeg.libjpeg_path.cache_clear()
-    try:
+def test_without_the_library_whole_images_are_decoded_and_the_result_says_so() -> None:
+    with nothing_compiled():
         decoding = ImageDecoder("auto", "fast").decoding
         assert (decoding.decoder, decoding.resize, decoding.scaled_dct) == ("full", "opencv", False)
         assert "simplejpeg" in decoding.library
@@ -398,9 +413,6 @@ def test_without_the_library_whole_images_are_decoded_and_the_result_says_so(
             ImageDecoder("region", "fast")
         out = sample(PICTURES[0], Placement(Window(0, 0, 100, 100), View(0, 0, 100, 100)), "auto", "exact")
         assert out.std() > 0
-    finally:
-        libjpeg._library.cache_clear()
-        libjpeg.libjpeg_path.cache_clear()
 
 
 @needs_region

@@ -34,7 +34,7 @@
 #endif
 
 /* Options of decoding; without any it is exact. */
-enum { FAST_DCT = 1, FAST_UPSAMPLING = 2, SCALED_DCT = 4, LIBJPEG_HUFFMAN = 8 };
+enum { FAST_DCT = 1, FAST_UPSAMPLING = 2, SCALED_DCT = 4, LIBJPEG_HUFFMAN = 8, WHOLE = 16 };
 
 typedef struct {
     struct jpeg_error_mgr *(*std_error)(struct jpeg_error_mgr *);
@@ -380,13 +380,14 @@ EXPORT int drawbar_jpeg_sample(decoder *self, const window *readable, const view
     int32_t scale = 1;
     if (options & SCALED_DCT)
         while (scale < 8 && shown->width >= 2. * scale * width && shown->height >= 2. * scale * height) scale *= 2;
-    window got;
-    if (decode(self, readable, scale, options, &got)) return -1;
+    window got, whole = {0, 0, (int32_t)self->jpeg.image_height, (int32_t)self->jpeg.image_width};
+    if (decode(self, options & WHOLE ? &whole : readable, scale, options, &got)) return -1;
 
-    /* Both places in the rows that were got: columns may have been added at either side, rows were not. */
-    int32_t left = readable->left / scale - got.left;
+    /* Both places in the rows that were got: more columns and rows may be there on all sides. */
+    int32_t left = readable->left / scale - got.left, top = readable->top / scale - got.top;
     int32_t right = (readable->left + readable->width + scale - 1) / scale - got.left;
-    window within = {0, left, got.height, right - left};
+    int32_t bottom = (readable->top + readable->height + scale - 1) / scale - got.top;
+    window within = {top, left, bottom - top, right - left};
     view scaled = {shown->top / scale - got.top, shown->left / scale - got.left, shown->height / scale,
                    shown->width / scale};
     size_t row_bytes = (size_t)got.width * PIXEL;
