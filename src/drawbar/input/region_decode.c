@@ -286,7 +286,7 @@ EXPORT decoder *drawbar_jpeg_new(const char *path, char *message) {
 }
 
 /* Changes with every change of the functions below: Drawbar takes no library that it was not written for. */
-EXPORT int drawbar_jpeg_interface(void) { return 1; }
+EXPORT int drawbar_jpeg_interface(void) { return 2; }
 
 /* File of the libjpeg-turbo in use. */
 EXPORT const char *drawbar_jpeg_path(const decoder *self) {
