@@ -210,6 +210,9 @@ def measure_wrk(store: embedded.EmbeddedStore, sizes: dict[str, int], folder: Pa
 @contextmanager
 def stored_set(images: Path, folder: Path, endpoints: int, shards: int) -> Iterator[embedded.EmbeddedStore]:
     """A set packed from a folder of images into an embedded store, which ends with the block."""
+    if folder.exists():  # of a bench that was killed
+        embedded.down(folder)
+        shutil.rmtree(folder)
     store = embedded.up(folder, num_endpoints=endpoints)
     try:
         command = [
