@@ -125,7 +125,8 @@ def data_set_sentence(result: Result) -> str:
     if found["missing_shards"]:
         parts.append(f"{found['missing_shards']:,} shards missing")
     if found["ignored_shards"]:
-        parts.append(f"{found['ignored_shards']:,} shards that the manifest does not name were not read")
+        what = "files that look like shards were not read: not in the manifest, or with names that no store can give"
+        parts.append(f"{found['ignored_shards']:,} {what}")
     return f"{found['url']}: {', '.join(parts)}"
 
 
