@@ -159,3 +159,10 @@ def test_a_wrong_setting_is_refused(tmp_path: Path, scenes: Path, setting: str, 
     finished = run(write_recipe(tmp_path, scenes, "ssd_resnet34"), setting)
     assert finished.code == 2
     assert words in finished.error_line
+
+
+def test_checkpoints_of_mask_rcnn_fall_between_groups_of_batches(tmp_path: Path, scenes: Path) -> None:
+    recipe = write_recipe(tmp_path, scenes, "maskrcnn_resnet50_fpn")
+    finished = run(recipe, f"checkpoint.url={tmp_path / 'saved'}", "checkpoint.every_steps=5")
+    assert finished.code == 2
+    assert "checkpoint.every_steps is 5, detection.group_batches 2: expected a multiple" in finished.error_line

@@ -469,6 +469,11 @@ class Recipe(Section):
             raise ValueError(f"detection.blocks is {settings.blocks}: {name} has {stages} stages")
         if len(settings.box_sizes) not in (0, sides):
             raise ValueError(f"detection.box_sizes is {settings.box_sizes}: {name} needs {sides} sides")
+        if name == MASK_RCNN and self.checkpoint.every_steps % settings.group_batches:
+            raise ValueError(
+                f"checkpoint.every_steps is {self.checkpoint.every_steps}, detection.group_batches "
+                f"{settings.group_batches}: expected a multiple, as reading cannot be taken up within a group"
+            )
 
     def sha256(self) -> str:
         """Of the canonical JSON, equal on all ranks. Where the embedded store lies and where event files go is no part
