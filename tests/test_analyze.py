@@ -570,6 +570,11 @@ BROKEN: list[tuple[str, str, Callable[[SyntheticRun], None]]] = [
     ("bad images", "invalid", skipped(bad=1, replaced=2)),
     ("bad images", "invalid", change_totals(bad_images=1, replaced_images=1)),
     (
+        "decoder",
+        "qualified",
+        lambda run: run.change(1, InputReport, lambda report: with_changes(report, fallback_images=500)),
+    ),
+    (
         "whole data set",
         "qualified",
         lambda run: run.change_launcher(DataSet, lambda found: with_changes(found, manifest=False, missing=3)),
@@ -893,3 +898,4 @@ def test_a_journal_without_stages_has_none_in_its_result(tmp_path: Path) -> None
         run.drop(rank, InputStage, InputReport)
     counts = analyze(run.write(tmp_path))["input"]
     assert (counts["stages"], counts["reading"], counts["first_batch_s"]) == ([], None, None)
+    assert counts["fallback_images"] is None

@@ -44,6 +44,8 @@ def recipe(tmp_path: Path) -> Path:
         [launch]
         stall_timeout_s = 30
         ranks = 2
+        [cache]
+        drop_caches = false
         """
     )
     return path

@@ -41,6 +41,8 @@ def recipe(tmp_path: Path) -> Path:
         [launch]
         ranks = 2
         stall_timeout_s = 20
+        [cache]
+        drop_caches = false
         """
     )
     return path

@@ -316,6 +316,8 @@ def write_recipe(folder: Path, url: str, store_dir: Path, ranks: int) -> Path:
         [launch]
         ranks = {ranks}
         stall_timeout_s = 60
+        [cache]
+        drop_caches = false
         """
     )
     return path

@@ -131,9 +131,10 @@ class Input(Section):
     batch, repeated; nothing is read or decoded. The result says so."""
     image_size: int = Field(default=0, ge=0, le=4096)
     """Pixels of the square crop, at least 8. 0: the model's own, which the recipe then holds."""
-    decoder: Literal["auto", "region", "full"] = "auto"
+    decoder: Literal["auto", "region", "full", "gpu"] = "auto"
     """`region`: only the crop window is decoded; `full`: the whole image is; `auto`: region where it was built, and the
-    result says which. Equal pixels, but for `fast` decoding at a fraction of the size, which only `region` does."""
+    result says which. Equal pixels, but for `fast` decoding at a fraction of the size, which only `region` does. `gpu`:
+    the rank's GPU decodes, by nvImageCodec (docs/decode.md)."""
     decode: Literal["fast", "exact"] = "fast"
     """`fast`: fast integer DCT, chroma repeated instead of interpolated, 1/2, 1/4 or 1/8 of the size for windows at
     least that many times larger than the crop; `exact`: none of them, as MLPerf-style runs want."""
@@ -417,6 +418,27 @@ class Checkpoint(Section):
 class CacheState(Section):
     start: Literal["cold", "any"] = "cold"
     """`cold`: flush what can be flushed before the first read, and show that it was; `any`: leave it as it is."""
+    drop_caches: bool = True
+    """Sets in files, where Drawbar runs as root: each host's whole page cache is emptied, metadata included, and not
+    only the set's files put out of it."""
+    storage_flush_command: list[str] = []
+    """Program and arguments, run once before the first read to empty the storage's own caches; no shell reads them, and
+    nothing is on its stdin. Empty: none. The result says that it ran, and that nothing proves what it did."""
+    storage_flush_timeout_s: float = Field(default=300.0, gt=0, le=86400)
+    """After it that command is stopped, with all that it started, and the run ends."""
+
+    @model_validator(mode="after")
+    def _command_is_run(self) -> CacheState:
+        if self.storage_flush_command and self.start != "cold":
+            raise ValueError(f'storage_flush_command is given, but start is "{self.start}": it would not be run')
+        return self
+
+    @field_validator("storage_flush_command")
+    @classmethod
+    def _words(cls, command: list[str]) -> list[str]:
+        if (command and not command[0]) or any("\0" in word for word in command):
+            raise ValueError(f"{command!r} names no program: expected a list of words, the program first")
+        return command
 
 
 class Faults(Section):
@@ -445,6 +467,12 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
+        if self.input.decoder == "gpu" and self.launch.device == "cpu":
+            raise ValueError('input.decoder is "gpu", but launch.device is "cpu"')
+        if self.input.decoder == "gpu" and self.input.distortions:
+            raise ValueError(
+                'input.distortions is true, but colours are distorted on the CPU and input.decoder is "gpu"'
+            )
         if self.faults.slow_rank >= self.launch.ranks:
             raise ValueError(f"faults.slow_rank is {self.faults.slow_rank}, but there are {self.launch.ranks} ranks")
         if self.input.on_bad == "skip" and self.train.batch_size < 2:
@@ -464,6 +492,8 @@ class Recipe(Section):
         name, settings = self.model.name, self.detection
         if name not in DETECTORS:
             return
+        if self.input.decoder == "gpu":
+            raise ValueError(f'input.decoder is "gpu", which decodes images with one label each, not those of {name}')
         stages, sides = (4, 5) if name == MASK_RCNN else (3, 7)
         if len(settings.blocks) not in (0, stages):
             raise ValueError(f"detection.blocks is {settings.blocks}: {name} has {stages} stages")

@@ -90,16 +90,33 @@ class DataSet(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Cache(Event):
-    """What was done to make the start cold, and what the run can show for it."""
+    """What was done on one host to make the start cold, and what can be shown for it. By the launcher, and by the
+    first rank of each host that it did not flush."""
 
     name: ClassVar[str] = "cache"
+    node: str = ""
+    """Host on which it was done; empty: the writer's."""
     wanted: str
     """`cold` or `any`."""
     method: str
     """In words: what was restarted or flushed."""
     resident_fraction: float | None = None
-    """Share of the store's volume files in the page cache after the flush (mincore); None: not measurable."""
+    """Share of the set's files, or of the store's volume files, in the page cache after the flush (mincore); None: not
+    measurable."""
     note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageFlush(Event):
+    """The user's own command for the storage side has ended, or was stopped. What it did cannot be seen from here."""
+
+    name: ClassVar[str] = "storage_flush"
+    command: list[str]
+    exit_code: int | None
+    """Negative: the signal that ended it; None: it took too long and was stopped."""
+    duration_s: float
+    log: str
+    """What it printed, below the run directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,6 +321,8 @@ class InputReport(Event):
     """Which of the two were found out during the run, and not given by the recipe."""
     first_batch_s: float
     """From making the loader to the first decoded batch; 0: there was none."""
+    fallback_images: int = 0
+    """Decoded on the CPU though the recipe says GPU, which did not take them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,6 +420,7 @@ EVENTS: dict[str, type[Event]] = {
         Clock,
         DataSet,
         Cache,
+        StorageFlush,
         Witness,
         Request,
         EndpointChange,

@@ -173,6 +173,8 @@ class InputResult(TypedDict):
     """Among `trained_images`: others trained a second time in their batch, in the place of such records."""
     bad_records: list[BadRecordResult]
     """Of the ranks' reports, each record once, in order of shard and offset; at most 100."""
+    fallback_images: int | None
+    """Left to the CPU by a GPU that was to decode them; among `decoded_images`."""
     padded_images: int | None
     """Trained a second time in their epoch to fill its last batch; among `trained_images`."""
     epochs: float | None
@@ -198,6 +200,23 @@ class DataSetResult(TypedDict):
     """There, but not in the manifest: not read."""
 
 
+class HostCache(TypedDict):
+    """What was done on one host before the first read."""
+
+    node: str
+    method: str
+    resident_fraction: float | None
+    note: str
+
+
+class StorageFlushResult(TypedDict):
+    """The recipe's `cache.storage_flush_command`. That it ended well proves nothing."""
+
+    command: list[str]
+    exit_code: int | None
+    duration_s: float
+
+
 class CacheResult(TypedDict):
     wanted: str
     state: CacheState
@@ -208,6 +227,9 @@ class CacheResult(TypedDict):
     disk_share: float | None
     """Bytes the store's volume processes read from disk / bytes its gateways sent."""
     note: str
+    hosts: list[HostCache]
+    """`method` and `note` sum them up; `resident_fraction` is the largest, null where one is not known."""
+    storage_flush: StorageFlushResult | None
 
 
 class SummariesResult(TypedDict):

@@ -1,4 +1,4 @@
-"""Bytes: what clients received per endpoint, what the other side says it served, and whether that came from disk."""
+"""Bytes: what clients received per endpoint, and what the other side says it served."""
 
 from __future__ import annotations
 
@@ -10,22 +10,16 @@ import numpy as np
 
 from drawbar.analyze.schema import (
     BadRecordResult,
-    CacheResult,
-    CacheState,
     DataSetResult,
     EndpointResult,
     InputResult,
     Latency,
 )
-from drawbar.analyze.stages import first_batch_s, reading_result, stage_results
+from drawbar.analyze.stages import fallback_images, first_batch_s, reading_result, stage_results
 from drawbar.analyze.throughput import percentiles
 from drawbar.analyze.timeline import Run
-from drawbar.journal import BadRecord, Cache, DataSet, EndpointChange, InputTotals, Request, Witness
+from drawbar.journal import BadRecord, DataSet, EndpointChange, InputTotals, Request, Witness
 
-COLD_DISK_SHARE = 0.95
-"""Of the bytes served: a store that read at least this much from disk had (almost) nothing in its page cache."""
-COLD_RESIDENT_FRACTION = 0.01
-"""Of a folder's bytes: less than this in the page cache counts as cold."""
 MAX_BAD_RECORDS = 100
 """Named in a result; the counts have them all."""
 
@@ -124,6 +118,7 @@ def input_result(run: Run) -> InputResult:
         bad_images=summed("bad_images"),
         replaced_images=summed("replaced_images"),
         bad_records=bad_records(run),
+        fallback_images=fallback_images(run),
         padded_images=summed("padded_images"),
         # The rank that read most decides: its second pass over its share cannot be cold.
         epochs=max(total.epochs for total in known) if complete else None,
@@ -173,33 +168,3 @@ def data_set_result(run: Run) -> DataSetResult | None:
         missing_shards=event.missing,
         ignored_shards=event.ignored,
     )
-
-
-def cache_result(run: Run) -> CacheResult:
-    event = next(iter(cast(list[Cache], run.events(Cache))), None)
-    wanted = event.wanted if event else run.recipe.cache.start
-    gateway_bytes = total_delta(witness_deltas(run, "gateway"))
-    disk_read_bytes = total_delta(witness_deltas(run, "volume"))
-    share = disk_read_bytes / gateway_bytes if gateway_bytes and disk_read_bytes is not None else None
-    return CacheResult(
-        wanted=wanted,
-        state="not asked" if wanted != "cold" else _cache_state(run, share, event),
-        method=event.method if event else "",
-        resident_fraction=event.resident_fraction if event else None,
-        gateway_bytes=gateway_bytes,
-        disk_read_bytes=disk_read_bytes,
-        disk_share=share,
-        note=event.note if event else "",
-    )
-
-
-def _cache_state(run: Run, disk_share: float | None, event: Cache | None) -> CacheState:
-    if disk_share is not None:
-        return "cold" if disk_share >= COLD_DISK_SHARE else "not shown cold"
-    if event is None or event.resident_fraction is None or run.recipe.data.url.startswith("s3://"):
-        return "unknown"
-    if not 0 <= event.resident_fraction < COLD_RESIDENT_FRACTION:
-        return "not shown cold"
-    # A folder on a local disk is cached by this host alone, so an empty page cache is the proof. A note says that
-    # something speaks against that: another host's memory behind a network file system, for one.
-    return "unknown" if event.note else "cold"

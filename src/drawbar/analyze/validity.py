@@ -35,6 +35,7 @@ WALL_CLOCK_STEP_S = 60.0
 """What a time server may move a host's clock by during a run."""
 MAX_REREAD = 0.01
 MAX_STEAL = 0.05
+MAX_FALLBACK = 0.01
 MIN_STEPS = 20
 MIN_INTERVAL_S = 10.0
 
@@ -403,6 +404,15 @@ def no_bad_images(facts: Facts) -> Reason | None:
     return _reason("bad images", "none", actual, "invalid" if wrong else "qualified")
 
 
+def decoded_where_asked(facts: Facts) -> Reason | None:
+    """A GPU's figure that the CPU had a part in."""
+    fallbacks, decoded = facts.input["fallback_images"], facts.input["decoded_images"]
+    if not fallbacks or not decoded or fallbacks <= MAX_FALLBACK * decoded:
+        return None
+    actual = f"{_percent(fallbacks / decoded, 1)} of them decoded by the CPU"
+    return _reason("decoder", 'images decoded by the GPU (input.decoder = "gpu")', actual, "qualified")
+
+
 def whole_data_set(facts: Facts) -> Reason | None:
     """A part of a set has fewer bytes to read and more of them in every cache."""
     found = facts.data_set
@@ -549,6 +559,7 @@ RULES: Sequence[Rule] = (
     read_once_when_cold,
     storage_errors,
     no_bad_images,
+    decoded_where_asked,
     whole_data_set,
     enough_steps,
     long_enough,

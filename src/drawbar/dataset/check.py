@@ -16,14 +16,15 @@ from drawbar.dataset.listing import (
     ShardInfo,
     foreign_shard,
     join,
+    listed_under,
     load_manifest,
     looks_like_shard,
     matches,
     missing_names,
     no_shards,
-    objects_under,
     refuse_several_sets,
     refuse_unfinished,
+    shards_among,
 )
 from drawbar.dataset.manifest import MANIFEST_NAME, Manifest, ShardEntry
 from drawbar.dataset.record_check import RecordRules, SchemaName, read_features, schema_of
@@ -198,8 +199,10 @@ def _add(summary: CheckSummary, report: ShardReport) -> None:
 
 def _find(place: Place, shown: str, pattern: str, tell: OnFault) -> _Set:
     """Unlike `list_shards` it goes on without what is missing or of another size, and tells."""
-    objects = objects_under(place.store, place.prefix)
+    objects, unnameable = listed_under(place.store, place.prefix)
     names = sorted(name for name in objects if looks_like_shard(name) and matches(name, pattern))
+    for name in shards_among(unnameable, pattern):
+        tell(Fault(name, None, None, "not read: a name with control characters or other bytes than UTF-8"))
     manifest = None
     if MANIFEST_NAME in objects:
         try:

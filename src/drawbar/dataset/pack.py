@@ -321,7 +321,7 @@ class _Progress:
 
     def __call__(self, images: int) -> None:
         self._done += images
-        self._progress("pack", self._done, self._total)
+        self._progress("packing images", self._done, self._total)
 
 
 def _pack_all(
@@ -365,7 +365,7 @@ def _all_shards(
             )
         else:
             time.sleep(min(_POLL_S, wait_s))
-        progress("wait for other ranks", len(done), len(names))
+        progress("waiting for other ranks, shards", len(done), len(names))
     return [done[name] for name in names]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,9 @@ from drawbar.dataset.tfrecord import FRAME_BYTES
 from drawbar.errors import DataError
 from drawbar.input.libjpeg import Pixels
 from drawbar.input.target import GroundTruth, Target
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(kw_only=True, slots=True)
@@ -68,6 +72,8 @@ class Batch:
     """Epoch of its last record."""
     gaps: list[int] = field(default_factory=list)
     """Places of `records` that gave no sample."""
+    on_device: torch.Tensor | None = None
+    """The same as `images`, which then holds none, where a GPU decodes; complete once the batch is `decoded`."""
     _tasks_left: int = 0
     _done: threading.Event = field(default_factory=threading.Event)
     _error: BaseException | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Literal
 
@@ -51,6 +51,8 @@ class DecodePool:
         self.bad = 0
         """Records so far that gave no sample, each time they came."""
         self._tasks: queue.SimpleQueue[tuple[Batch, int, int] | None] = queue.SimpleQueue()
+        self.fallbacks = 0
+        """Images so far that a GPU was to decode and the CPU did."""
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self.stage = Stage(name="decode", threads=threads)
@@ -77,9 +79,13 @@ class DecodePool:
             wait_in_s, wait_out_s = wait_in_s + now_t - since_t - blocked_s, wait_out_s + blocked_s
         return Times(busy_s, wait_in_s, wait_out_s)
 
+    def _group(self, batch_size: int) -> int:
+        """Records of one task."""
+        return max(1, min(_MAX_GROUP, batch_size // (2 * len(self._threads))))
+
     def submit(self, batch: Batch) -> None:
         size = len(batch.records)
-        group = max(1, min(_MAX_GROUP, size // (2 * len(self._threads))))
+        group = self._group(size)
         starts = range(0, size, group)
         batch.expect(len(starts))
         for start in starts:
@@ -106,16 +112,8 @@ class DecodePool:
             done, read_bytes = 0, 0
             gaps: list[int] = []
             if task is not None and not self._stop.is_set():
-                batch, start, end = task
                 try:
-                    for i in range(start, end):
-                        record = batch.records[i]
-                        try:
-                            self._decode(record, record, batch, i)
-                        except NoSample as bad:
-                            self._met(bad)
-                            gaps.append(i)
-                            continue
+                    for record in self._decode_group(*task, gaps):
                         done, read_bytes = done + 1, read_bytes + len(record.payload)
                 except BaseException as caught:
                     error = caught
@@ -130,6 +128,18 @@ class DecodePool:
                 is_last = task[0].finish_task(error, gaps)
             if is_last:
                 self._finish(task[0])
+
+    def _decode_group(self, batch: Batch, start: int, end: int, gaps: list[int]) -> Iterator[Record]:
+        """Fills these places of the batch, and notes in `gaps` those whose record gives no sample. Yields each record
+        that is done."""
+        for i in range(start, end):
+            try:
+                self._decode(batch.records[i], batch.records[i], batch, i)
+            except NoSample as bad:
+                self._met(bad)
+                gaps.append(i)
+                continue
+            yield batch.records[i]
 
     def _met(self, bad: NoSample) -> None:
         """Counts and tells of it. Raises it where that is the policy."""
@@ -192,5 +202,7 @@ class DecodePool:
 
     def _decode(self, record: Record, draws_of: Record, batch: Batch, place: int) -> None:
         """Into that place of the batch. Raises NoSample, and DataError for a label that the set should not have."""
-        draws = None if self._evaluate else RecordRandom(self._seed, draws_of.epoch, draws_of.shard, draws_of.offset)
-        self._samples.fill(batch, place, record, draws)
+        self._samples.fill(batch, place, record, None if self._evaluate else self._draws(draws_of))
+
+    def _draws(self, record: Record) -> RecordRandom:
+        return RecordRandom(self._seed, record.epoch, record.shard, record.offset)

@@ -52,7 +52,10 @@ class Chunk:
     """Their indices in the lane's reading order."""
 
 
-Body = tuple[Chunk, bytes]
+Bytes = bytes | memoryview
+"""What a GET brings: obstore's own memory."""
+
+Body = tuple[Chunk, Bytes]
 
 
 def lane_chunks(
@@ -119,7 +122,7 @@ class Source:
         self._chunks, self.records = chunks, records
         self.covered = 0
         """Records up to the end of what was asked for: when it will run out."""
-        self.ahead: deque[tuple[Chunk, Future[tuple[bytes, float]]]] = deque()
+        self.ahead: deque[tuple[Chunk, Future[tuple[Bytes, float]]]] = deque()
         self.open = True
 
     def next_chunk(self) -> Chunk | None:
@@ -144,7 +147,7 @@ class Fetcher:
         self._ready: deque[list[Source]] = deque()
         self._heap: list[tuple[int, int, Source]] = []
         self._serial = 0
-        self._outstanding: set[Future[tuple[bytes, float]]] = set()
+        self._outstanding: set[Future[tuple[Bytes, float]]] = set()
         self._unread_bytes = 0
         self.stage = Stage(name="fetch", threads=reading.read_ahead, queue_capacity=reading.read_ahead)
         self._waiting = Blocked()
@@ -268,14 +271,14 @@ class Fetcher:
         source.ahead.append((chunk, future))
         return True
 
-    def _get(self, chunk: Chunk) -> tuple[bytes, float]:
+    def _get(self, chunk: Chunk) -> tuple[Bytes, float]:
         if self._stop.is_set():
             raise Stopped
         thread, begin_t = threading.get_ident(), time.perf_counter()
         with self._lock:
             self._under_way[thread] = begin_t
         try:
-            body = self._reader.get(chunk.key, chunk.start, chunk.end, e_tag=chunk.e_tag)
+            body = self._reader.get_view(chunk.key, chunk.start, chunk.end, e_tag=chunk.e_tag)
         except BaseException:
             with self._lock:
                 del self._under_way[thread]
@@ -288,7 +291,7 @@ class Fetcher:
             self.stage.bytes += len(body)
         return body, get_s
 
-    def _count_unread(self, future: Future[tuple[bytes, float]]) -> None:
+    def _count_unread(self, future: Future[tuple[Bytes, float]]) -> None:
         if not future.cancelled() and future.exception() is None:
             with self._lock:
                 self._unread_bytes += len(future.result()[0])

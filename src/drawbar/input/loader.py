@@ -9,9 +9,9 @@ A feeder thread drives these generators and puts batches that are being decoded 
 for the oldest. The order of records follows from the seed alone, whatever threads and requests do.
 
 Memory is bounded whatever the size of the set: `(lanes of the rank + read_ahead + 1) * request_bytes` of bodies,
-`shuffle_buffer / world_size` records, `prefetch_batches + 2` batches of pixels and of encoded records, and a window of
-records that are arranged together (`sample.Samples`). Beside that only what is known of the records grows with the set:
-about 70 bytes each.
+`shuffle_buffer / world_size` records, `prefetch_batches + 2` batches of pixels and of encoded records (on a GPU two
+more, as it runs behind), and a window of records that are arranged together (`sample.Samples`). Beside that only what
+is known of the records grows with the set: about 70 bytes each.
 """
 
 from __future__ import annotations
@@ -63,9 +63,13 @@ class Loader:
         samples: Samples | None = None,
         allocate: Callable[[tuple[int, ...]], Pixels] = lambda shape: np.empty(shape, np.uint8),
         tell: Callable[[Event], None] = lambda event: None,
+        pool: Callable[..., DecodePool] = DecodePool,
+        unfinished: int = 0,
     ) -> None:
-        """`allocate` makes the pixel buffers (pinned memory on a GPU host). `tell` hears, from any thread, what is for
-        the journal at once. Raises InputError for a `plan.state` that does not fit the set or the recipe."""
+        """`allocate` makes the pixel buffers (pinned memory on a GPU host), `pool` what decodes into them (with
+        DecodePool's arguments). `tell` hears, from any thread, what is for the journal at once. `unfinished`: batches
+        that the training holds beside the one it is given, as a GPU runs behind. Raises InputError for a `plan.state`
+        that does not fit the set or the recipe."""
         self._begin_t = time.perf_counter()
         self._plan, self._reader = plan, reader
         self._sources = open_sources(plan, input)
@@ -75,7 +79,7 @@ class Loader:
         self._samples = samples or SampleMaker(input, num_classes)
         shape = self._samples.buffer_shape(plan.batch_size)
         self._buffers: queue.SimpleQueue[Pixels | None] = queue.SimpleQueue()
-        for _ in range(input.prefetch_batches + 2):
+        for _ in range(input.prefetch_batches + 2 + unfinished):
             self._buffers.put(allocate(shape))
         self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=input.prefetch_batches)
         self._stop = threading.Event()
@@ -83,7 +87,7 @@ class Loader:
         self._records = RecordReader(reader)
         groups = self._sources.groups(self._records, lambda: self._reading.request_bytes)
         self._fetcher = Fetcher(reader, self._reading, groups)
-        self._pool = DecodePool(
+        self._pool = pool(
             decode_threads,
             self._samples,
             seed=input.seed,
@@ -225,6 +229,7 @@ class Loader:
             read_ahead=self._reading.read_ahead,
             tuned=list(self._reading.tuned),
             first_batch_s=self._first_batch_s,
+            fallback_images=self._pool.fallbacks,
         )
 
     def stages(self) -> list[InputStage]:

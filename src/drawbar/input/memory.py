@@ -33,6 +33,9 @@ class MemoryReader:
         self.received_bytes += len(body)
         return body
 
+    def get_view(self, key: str, start: int, end: int, *, e_tag: str = "") -> memoryview:
+        return memoryview(self.get(key, start, end))
+
     def blame(self, key: str, start: int, end: int, why: str) -> None:
         """These bytes were checked when they came: they are damaged in this host's memory, and none is read again."""
         raise DataError(f"damaged in memory: {why}", hint="this host's memory is not sound")

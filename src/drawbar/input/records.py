@@ -19,7 +19,7 @@ from drawbar.dataset.compressed import Decompressor, Inflation
 from drawbar.dataset.tfrecord import Compression, FramingError, RecordSplitter, compression_of
 from drawbar.errors import DataError
 from drawbar.input.batch import Record
-from drawbar.input.fetch import Body, Chunk
+from drawbar.input.fetch import Body, Bytes, Chunk
 from drawbar.input.plan import BoundedShuffle, Lane
 from drawbar.input.stages import Stage
 from drawbar.storage.reader import Reader
@@ -104,7 +104,7 @@ class RecordReader:
         for _ in range(place, len(lane.numbers)):
             yield None
 
-    def _of_chunk(self, chunk: Chunk, body: bytes) -> Iterator[Record]:
+    def _of_chunk(self, chunk: Chunk, body: Bytes) -> Iterator[Record]:
         """The records of a body that holds whole ones. Raises FramingError naming shard and offset for damage."""
         self._input_bytes += len(body)
         splitter = RecordSplitter(chunk.key, chunk.start, chunk.end)
@@ -152,7 +152,7 @@ class RecordReader:
     @staticmethod
     def _noted(came: _Came, bodies: Iterable[Body]) -> Iterator[Body]:
         for chunk, body in bodies:
-            came.bodies.append((chunk, google_crc32c.value(body)))
+            came.bodies.append((chunk, google_crc32c.value(bytes(body))))
             yield chunk, body
 
     def _again(self, came: _Came, why: str) -> Iterator[Body]:
@@ -189,7 +189,7 @@ class RecordReader:
         stream.finish()
         splitter.finish()
 
-    def _split(self, splitter: RecordSplitter, chunk: Chunk, body: bytes) -> Iterator[Record]:
+    def _split(self, splitter: RecordSplitter, chunk: Chunk, body: Bytes) -> Iterator[Record]:
         """The records that a plain shard's body completes; what is damaged is read once more."""
         try:
             yield from self._framed(splitter, chunk, body)
@@ -203,7 +203,7 @@ class RecordReader:
         self._input_bytes += len(again)
         yield from self._framed(splitter, chunk, again)
 
-    def _framed(self, splitter: RecordSplitter, chunk: Chunk, piece: bytes) -> Iterator[Record]:
+    def _framed(self, splitter: RecordSplitter, chunk: Chunk, piece: Bytes) -> Iterator[Record]:
         stage, clock, pieces = self.stage, time.perf_counter, splitter.feed(piece)
         while True:
             begin_t = clock()

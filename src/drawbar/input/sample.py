@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
 from drawbar.config import Input
-from drawbar.dataset.example import Box, parse_image_example
+from drawbar.dataset.example import Box, ImageExample, parse_image_example
 from drawbar.errors import DataError
 from drawbar.input.augment import EvalRule, RecordRandom, eval_placement, train_placement
 from drawbar.input.batch import Batch, NoSample, Record
 from drawbar.input.distort import distort_colours
-from drawbar.input.image_decoder import BadImage, Decoding, Encoded, ImageDecoder
+from drawbar.input.image_decoder import BadImage, Decoding, Encoded, ImageDecoder, Placement
 from drawbar.input.libjpeg import Pixels
+
+
+def cpu_decoder(input: Input) -> Literal["auto", "region", "full"]:
+    """Beside a GPU: for what that does not decode."""
+    return "auto" if input.decoder == "gpu" else input.decoder
+
+
+def cannot_decode(record: Record, error: BadImage) -> NoSample:
+    return NoSample(record, f"cannot decode image: {error}")
 
 
 class Samples(Protocol):
@@ -48,7 +57,7 @@ class SampleMaker:
 
     def __init__(self, input: Input, num_classes: int = 1000) -> None:
         self._input, self._num_classes = input, num_classes
-        self._decoder = ImageDecoder(input.decoder, input.decode)
+        self._decoder = ImageDecoder(cpu_decoder(input), input.decode)
         self.decoding = self._decoder.decoding
 
     @property
@@ -64,7 +73,8 @@ class SampleMaker:
     def pixels(self, buffer: Pixels, records: Sequence[Record]) -> Pixels:
         return buffer[: len(records)]
 
-    def fill(self, batch: Batch, number: int, record: Record, random: RecordRandom | None) -> None:
+    def parse(self, record: Record) -> tuple[ImageExample, Sequence[Box]]:
+        """The record, and its boxes where samples want them. Raises NoSample; DataError for a label out of range."""
         try:
             example = parse_image_example(record.payload)
             boxes = example.boxes if self.wants_boxes else ()
@@ -75,13 +85,17 @@ class SampleMaker:
                 f"{record.place}: label {example.label} is out of range 1..{self._num_classes}",
                 hint="set data.num_classes to the number of classes of this set",
             )
+        return example, boxes
+
+    def fill(self, batch: Batch, number: int, record: Record, random: RecordRandom | None) -> None:
+        example, boxes = self.parse(record)
         try:
             if random is None:
                 self.evaluate(example.encoded, batch.images[number])
             else:
                 self.train(example.encoded, random, batch.images[number], boxes)
         except BadImage as error:
-            raise NoSample(record, f"cannot decode image: {error}") from None
+            raise cannot_decode(record, error) from None
         batch.labels[number] = example.label - 1
 
     def train(self, encoded: Encoded, random: RecordRandom, out: Pixels, boxes: Sequence[Box] = ()) -> None:
@@ -89,6 +103,10 @@ class SampleMaker:
         self._decoder.sample(encoded, partial(train_placement, random=random, boxes=boxes), out)
         if self._input.distortions:
             distort_colours(out, random)
+
+    def place(self, encoded: Encoded, placement: Placement, out: Pixels) -> None:
+        """Fills `out` with what was placed already, and as it is. Raises BadImage."""
+        self._decoder.sample(encoded, lambda height, width: placement, out)
 
     def evaluate(self, encoded: Encoded, out: Pixels, rule: EvalRule = "mlperf") -> None:
         """Fills `out` with the central crop. Raises BadImage."""

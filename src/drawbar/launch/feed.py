@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,14 +15,16 @@ import torch
 from drawbar.config import Recipe
 from drawbar.dataset.index import INDEX_VARIABLE, ShardIndex
 from drawbar.dataset.listing import split_pattern
+from drawbar.input.decode import DecodePool
 from drawbar.input.detection import mask_rcnn_size, padded_size
 from drawbar.input.detection_sample import DetectionSamples, label_categories
+from drawbar.input.gpu_decode import GpuDecodePool, GpuDecoder, open_gpu_decoder
 from drawbar.input.image_decoder import ImageDecoder
 from drawbar.input.libjpeg import Pixels
 from drawbar.input.loader import Loader, ReadPlan
 from drawbar.input.memory import MemoryReader
 from drawbar.input.plan import PlanState
-from drawbar.input.sample import SampleMaker, Samples
+from drawbar.input.sample import SampleMaker, Samples, cpu_decoder
 from drawbar.input.target import Target, made_up_target
 from drawbar.journal import Event, InputTotals
 from drawbar.launch.environment import EMBEDDED_ENDPOINTS
@@ -32,6 +35,7 @@ from drawbar.storage.reader import CountedReader, Reader
 from drawbar.storage.stores import open_place
 from drawbar.storage.urls import parse_url
 from drawbar.train.batch import HostBatch
+from drawbar.train.loop import STEPS_IN_FLIGHT
 from drawbar.world import World
 
 _SAMPLE_BYTES = 8 << 20
@@ -45,6 +49,8 @@ class Feed(Protocol):
     """How images are decoded, `input.image_decoder.Decoding`; None where nothing is."""
     storage: dict[str, Any]
     """What the store is talked to with, environment and defaults included; no secret."""
+    keys: list[str]
+    """Of the shards."""
 
     num_records: int | None
     """Of the data set; None where they are not known, or there is none."""
@@ -67,7 +73,7 @@ def open_feed(
 ) -> Feed:
     """`record` is told of every GET, of what becomes of endpoints, and of records that give no sample."""
     if recipe.input.source == "constant":
-        return ConstantFeed(recipe)
+        return ConstantFeed(recipe, device)
     return DataFeed(recipe, world, device, decoders, record)
 
 
@@ -79,17 +85,23 @@ class ConstantFeed:
     num_records: int | None = None
     decoding: dict[str, Any] | None = None
     storage: dict[str, Any] = {}  # noqa: RUF012 (an instance never changes it)
+    keys: list[str] = []  # noqa: RUF012
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
         rng = np.random.default_rng(recipe.input.seed)
         height, width = constant_size(recipe)
         batch, classes = recipe.train.batch_size, recipe.data.num_classes
-        self._pixels = torch.from_numpy(rng.integers(0, 256, (batch, height, width, 3), np.uint8))
+        pixels = torch.from_numpy(rng.integers(0, 256, (batch, height, width, 3), np.uint8))
+        self._pixels = pixels.pin_memory() if device.type == "cuda" else pixels
         self._labels = torch.from_numpy(rng.integers(0, classes, batch, np.int64))
         self._targets: list[Target] = []
         if recipe.model.name in DETECTORS:
             masks = recipe.model.name == MASK_RCNN
             self._targets = [made_up_target(rng, (height, width), classes, masks=masks) for _ in range(batch)]
+        size, batch = recipe.input.image_size, recipe.train.batch_size
+        pixels = torch.from_numpy(rng.integers(0, 256, (batch, size, size, 3), np.uint8))
+        self._pixels = pixels.pin_memory() if device.type == "cuda" else pixels
+        self._labels = torch.from_numpy(rng.integers(0, recipe.data.num_classes, batch, np.int64))
         self._trained = 0
 
     def start(self, plan: PlanState | None = None) -> None:
@@ -134,7 +146,7 @@ def make_samples(recipe: Recipe, category_map: Mapping[str, int]) -> Samples:
     if name not in DETECTORS:
         return SampleMaker(input, recipe.data.num_classes)
     return DetectionSamples(
-        decoder=ImageDecoder(input.decoder, input.decode),
+        decoder=ImageDecoder(cpu_decoder(input), input.decode),
         labels=label_categories(category_map, recipe.data.num_classes),
         fixed_size=0 if name == MASK_RCNN else input.image_size,
         short_side=settings.short_side,
@@ -162,7 +174,7 @@ class DataFeed:
         self, recipe: Recipe, world: World, device: torch.device, decoders: int, record: Callable[[Event], None]
     ) -> None:
         self._recipe, self._world, self._decoders, self._record = recipe, world, decoders, record
-        self._pinned = device.type == "cuda"
+        self._on_gpu = device.type == "cuda"
         on_s3 = parse_url(recipe.data.url).on_s3
         url, pattern = split_pattern(recipe.data.url)
         credentials = Credentials.from_environment() if on_s3 else None
@@ -179,12 +191,19 @@ class DataFeed:
             self._listing = ShardIndex.load(Path(index)).apply(self._listing)
         manifest = self._listing.manifest
         self.samples = make_samples(recipe, manifest.notes.get("category_map", {}) if manifest else {})
-        self.decoding: dict[str, Any] | None = dataclasses.asdict(self.samples.decoding)
+        decoding = self.samples.decoding
+        self._gpu: GpuDecoder | None = None
+        if recipe.input.decoder == "gpu":
+            self._gpu = open_gpu_decoder(device, recipe.input.decode, decoders)
+            rest = f"images that are no plain JPEG: {decoding.decoder} decoding by {decoding.library}"
+            decoding = dataclasses.replace(self._gpu.decoding, note=rest)
+        self.decoding: dict[str, Any] | None = dataclasses.asdict(decoding)
         self._loader: Loader | None = None
         self._handed_out = 0
         self.endpoint = self._reader.home.endpoint if recipe.storage.policy == "rank" or not on_s3 else ""
         self.dataset_sha256 = self._listing.sha256
         self.num_records = self._listing.num_records
+        self.keys = [shard.key for shard in self._listing.shards]
         self.storage = {
             "policy": recipe.storage.policy,
             "endpoints": [place.endpoint for place in places],
@@ -205,6 +224,11 @@ class DataFeed:
             batch_size=self._recipe.train.batch_size,
         )
 
+    @property
+    def pool(self) -> Callable[..., DecodePool]:
+        """Makes what decodes, with DecodePool's arguments."""
+        return DecodePool if self._gpu is None else partial(GpuDecodePool, self._gpu)
+
     def start(self, plan: PlanState | None = None) -> None:
         recipe, read_plan = self._recipe, dataclasses.replace(self.plan, state=plan)
         reader: Reader = self._reader
@@ -222,6 +246,8 @@ class DataFeed:
             decode_threads=self._decoders,
             allocate=self._allocate,
             tell=self._record,
+            pool=self.pool,
+            unfinished=STEPS_IN_FLIGHT if self._on_gpu else 0,
         )
 
     def plan_state(self) -> PlanState | None:
@@ -233,7 +259,7 @@ class DataFeed:
         batch = loader.next_batch(self._recipe.launch.stall_timeout_s)
         self._handed_out += 1
         return HostBatch(
-            pixels=torch.from_numpy(batch.images),
+            pixels=torch.from_numpy(batch.images) if batch.on_device is None else batch.on_device,
             labels=torch.from_numpy(batch.labels),
             epoch=batch.epoch,
             release=lambda: loader.recycle(batch),
@@ -254,5 +280,7 @@ class DataFeed:
         return self._loader
 
     def _allocate(self, shape: tuple[int, ...]) -> Pixels:
-        pixels: Pixels = torch.empty(shape, dtype=torch.uint8, pin_memory=self._pinned).numpy()
+        # Where the GPU decodes, only what it leaves to the CPU is ever written here.
+        pinned = self._on_gpu and self._gpu is None
+        pixels: Pixels = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned).numpy()
         return pixels

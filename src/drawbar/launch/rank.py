@@ -20,6 +20,7 @@ from drawbar.config import Recipe, load_recipe
 from drawbar.errors import DrawbarError, EnvironmentUnfit
 from drawbar.journal import Clock, Error, JournalWriter, RunEnd, RunStart
 from drawbar.launch import last_words
+from drawbar.launch.cold import flush_unflushed
 from drawbar.launch.environment import decode_threads, describe, threads_per_rank
 from drawbar.launch.train_dir import train_dir
 from drawbar.world import World
@@ -147,6 +148,7 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
             phase.now = f"step {number}"
 
         with _host_counters(run_dir, control, world):
+            flush_unflushed(recipe, world, feed.keys, journal)
             torch.distributed.barrier(control)
             feed.start(resumed.plan)
             clock = CudaClock() if device.type == "cuda" else HostClock()

@@ -26,7 +26,8 @@ from drawbar.dataset.listing import Listing, split_pattern
 from drawbar.dataset.manifest import Manifest
 from drawbar.errors import DrawbarError, EnvironmentUnfit, InputError, Interrupted, RunFailed
 from drawbar.input.plan import check_plan
-from drawbar.journal import Cache, Clock, DataSet, Error, JournalWriter, Request, RunEnd, RunStart, Step, Witness
+from drawbar.journal import Clock, DataSet, Error, JournalWriter, Request, RunEnd, RunStart, Step, Witness
+from drawbar.launch.cold import FLUSHED_NODE, make_cold
 from drawbar.launch.environment import EMBEDDED_ENDPOINTS, describe, rank_environment
 from drawbar.launch.listing import list_place
 from drawbar.launch.tail import JournalTail
@@ -35,6 +36,7 @@ from drawbar.models.names import DETECTORS, MASK_RCNN
 from drawbar.report.terminal import StepPrinter
 from drawbar.storage import embedded, page_cache
 from drawbar.storage.environment import Credentials, environment_endpoint
+from drawbar.storage.flush_hook import check_command
 from drawbar.storage.reader import CountedReader
 from drawbar.storage.stores import open_place
 from drawbar.storage.urls import parse_url
@@ -109,11 +111,11 @@ def _run(recipe: Recipe, storage: Storage, run_dir: Path, journal: JournalWriter
         if missing := storage.listing.missing:
             console.line(f"note: shards are missing, by the others' numbers: {len(missing)}, such as {missing[0]}")
     console.status("making the start cold" if recipe.cache.start == "cold" else "starting")
-    storage = make_cold(recipe, storage, journal)
+    storage = make_cold(recipe, storage, run_dir, journal)
     if recipe.cache.start == "cold" and storage.checkpoints is not None:
         page_cache.flush(storage.checkpoints.files_to_read())
     write_witnesses(storage.store, "before", journal)
-    env = environment_of_ranks(recipe, storage, run_dir)
+    env = environment_of_ranks(recipe, storage, run_dir) | {FLUSHED_NODE: socket.gethostname()}
     first_step = storage.checkpoints.first_step if storage.checkpoints else 0
     if first_step:
         console.line(f"resuming from step {first_step}")
@@ -180,6 +182,7 @@ def check_storage(recipe: Recipe, status: Callable[[str], None] = lambda text: N
 
     Raises InputError or EnvironmentUnfit naming the endpoint, bucket or shard; DataError for a damaged one.
     """
+    check_command(recipe.cache.storage_flush_command)
     if recipe.input.source == "constant":
         _check_schedule(recipe, None)
         return Storage(endpoints=[], credentials=None, store=None, listing=None)
@@ -299,31 +302,6 @@ def list_at(recipe: Recipe, endpoint: str, credentials: Credentials) -> Listing:
 
 def embedded_dir(recipe: Recipe) -> Path:
     return Path(recipe.storage.embedded_dir) if recipe.storage.embedded_dir else embedded.DEFAULT_DIRECTORY
-
-
-def make_cold(recipe: Recipe, storage: Storage, journal: JournalWriter) -> Storage:
-    """Flushes what can be flushed and writes down what was done; returns the storage, restarted where it was ours."""
-    wanted = recipe.cache.start
-    read_before = storage.index.read_bytes if storage.index else 0
-    scanned = f"the launcher read {read_before / 1e6:.1f} MB of the shards before, to index them" if read_before else ""
-
-    def write(method: str, resident_fraction: float | None = None, note: str = "") -> None:
-        notes = "; ".join(text for text in (note, scanned) if text)
-        journal.write(Cache(wanted=wanted, method=method, resident_fraction=resident_fraction, note=notes))
-
-    if wanted == "any" or storage.listing is None:
-        write("left as it was")
-    elif storage.store is not None:
-        store, cold = embedded.restart_cold(storage.store.directory)
-        write(cold.method, cold.resident_fraction, cold.note)
-        return replace(storage, store=store)
-    elif not parse_url(recipe.data.url).is_folder:
-        write("nothing flushed", note="server cache unknown: this store is not ours to flush")
-    else:
-        folder = parse_url(split_pattern(recipe.data.url)[0]).folder
-        files = [folder / shard.key for shard in storage.listing.shards]
-        write(page_cache.flush(files), page_cache.resident_fraction(files), page_cache.doubt(folder))
-    return storage
 
 
 def write_witnesses(store: embedded.EmbeddedStore | None, when: str, journal: JournalWriter) -> None:

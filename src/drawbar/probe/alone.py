@@ -19,7 +19,6 @@ import torch
 
 from drawbar.config import Recipe
 from drawbar.input.batch import Batch, Record
-from drawbar.input.decode import DecodePool
 from drawbar.input.device import device_of_rank
 from drawbar.input.fetch import Fetcher
 from drawbar.input.reading import Reading
@@ -29,6 +28,7 @@ from drawbar.journal import Event
 from drawbar.launch.environment import decode_threads, threads_per_rank
 from drawbar.launch.feed import ConstantFeed, DataFeed, open_feed
 from drawbar.train.build import make_objective
+from drawbar.train.loop import STEPS_IN_FLIGHT
 from drawbar.train.precision import choose_precision
 from drawbar.world import World
 
@@ -143,7 +143,7 @@ def decode(rank: Rank) -> Measure:
     def measure(seconds: float) -> Passed:
         samples = feed.samples
         settings = rank.recipe.input
-        pool = DecodePool(rank.decode_threads, samples, seed=settings.seed, on_bad=settings.on_bad)
+        pool = feed.pool(rank.decode_threads, samples, seed=settings.seed, on_bad=settings.on_bad)
         buffers = itertools.cycle([np.empty(samples.buffer_shape(size), np.uint8) for _ in range(4)])
         source: Iterator[Record] = itertools.cycle(records)
         ahead: deque[Batch] = deque()
@@ -187,18 +187,25 @@ def batch(rank: Rank) -> Measure:
 
 
 def copy(rank: Rank) -> Measure:
-    """One made-up batch to the device again and again, and normalised there. No input, no model."""
-    pixels = ConstantFeed(rank.recipe).next_batch()
+    """One made-up batch to the device again and again, and normalised there. No input, no model.
+
+    On a GPU from pinned memory on the copy's own stream, as many in flight as training has.
+    """
+    pixels = ConstantFeed(rank.recipe, rank.device).next_batch()
     dtype = choose_precision(rank.recipe.model.precision, rank.device)
     objective = make_objective(rank.recipe, rank.device, dtype)
 
     def measure(seconds: float) -> Passed:
         copied = 0
+        normalised: deque[torch.cuda.Event] = deque()
         clock = _Clock(seconds)
         while not clock.is_over():
             objective.to_device(pixels)
             if rank.device.type == "cuda":
-                torch.cuda.synchronize()  # the copy is what is measured, not its launch
+                normalised.append(torch.cuda.current_stream(rank.device).record_event())
+                if len(normalised) <= STEPS_IN_FLIGHT:
+                    continue
+                normalised.popleft().synchronize()  # the copy is what is measured, not its launch
             copied += 1
         return clock.passed(copied * pixels.samples, copied * pixels.pixels.numel(), torch.get_num_threads())
 

@@ -125,7 +125,8 @@ def data_set_sentence(result: Result) -> str:
     if found["missing_shards"]:
         parts.append(f"{found['missing_shards']:,} shards missing")
     if found["ignored_shards"]:
-        parts.append(f"{found['ignored_shards']:,} shards that the manifest does not name were not read")
+        what = "files that look like shards were not read: not in the manifest, or with names that no store can give"
+        parts.append(f"{found['ignored_shards']:,} {what}")
     return f"{found['url']}: {', '.join(parts)}"
 
 
@@ -141,6 +142,10 @@ def cache_sentence(result: Result) -> str:
         shares.append("server cache unknown")
     if (result["input"]["reread_share"] or 0) > 0:
         shares.append(f"{percent(result['input']['reread_share'], 1)} of the data bytes were read again")
+    flush = cache["storage_flush"]
+    if flush is not None:
+        ended = "was stopped" if flush["exit_code"] is None else f"ended with {flush['exit_code']}"
+        shares.append(f"the storage's flush command {ended} after {number(flush['duration_s'], 1)} s")
     state = {"cold": "shown cold", "unknown": "not shown cold"}.get(cache["state"], cache["state"])
     return "; ".join([f"wanted {cache['wanted']}, {state}", *shares, *filter(None, [cache["method"], cache["note"]])])
 
@@ -177,7 +182,9 @@ def reading_sentence(result: Result) -> str:
     begun = f"; first batch {number(first, 2)} s after the loader's start" if first is not None else ""
     padded = result["input"]["padded_images"]
     filled = f"; {plural(padded, 'image')} trained twice to fill a last batch" if padded else ""
-    return f"GETs of up to {size} MiB, {ahead} ahead{how}{begun}{filled}"
+    fallbacks = result["input"]["fallback_images"]
+    left = f"; {plural(fallbacks, 'image')} left to the CPU by the GPU" if fallbacks else ""
+    return f"GETs of up to {size} MiB, {ahead} ahead{how}{begun}{filled}{left}"
 
 
 def bad_records(result: Result, at_most: int = 5) -> list[str]:

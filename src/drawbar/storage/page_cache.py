@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from drawbar.errors import EnvironmentUnfit, InputError
 
 _WINDOW_BYTES = 1 << 30
 """Mapped at a time. A multiple of every page size; mincore's answer is one byte a page, so 256 KiB for 4 KiB pages."""
+_SYNC_S = 120.0
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -122,12 +124,17 @@ def _mincore(fd: int, offset: int, length: int) -> bytes:
 def _drop_caches() -> str:
     if os.geteuid() != 0:
         return "the host's other pages left alone: drop_caches needs root"
-    os.sync()
+    # Nothing can end a sync that hangs, on a network file system say: it is left behind.
+    syncing = threading.Thread(target=os.sync, name="sync", daemon=True)
+    syncing.start()
+    syncing.join(_SYNC_S)
+    if syncing.is_alive():
+        return f"the host's other pages left alone: sync took longer than {_SYNC_S:g} s"
     try:
         _DROP_CACHES.write_text("3\n")
     except OSError as error:
         return f"the host's other pages left alone: {_DROP_CACHES}: {error.strerror}"
-    return "drop_caches on the whole host"
+    return "sync and drop_caches on the whole host"
 
 
 def doubt(folder: Path) -> str:

@@ -57,6 +57,8 @@ class Reader(Protocol):
 
     def get(self, key: str, start: int, end: int, *, kind: str = "data", e_tag: str = "") -> bytes: ...
 
+    def get_view(self, key: str, start: int, end: int, *, e_tag: str = "") -> memoryview: ...
+
     def blame(self, key: str, start: int, end: int, why: str) -> None: ...
 
     def reread(self, key: str, start: int, end: int, *, e_tag: str = "") -> bytes: ...
@@ -111,8 +113,14 @@ class CountedReader:
         Raises InputError (not there), DataError (gone, replaced), EnvironmentUnfit (refused, no answer) or RunFailed,
         once the budget is spent.
         """
-        wanted = _Wanted(key=key, start=start, end=end, kind=kind, e_tag=e_tag)
-        planned = wanted.size if kind == "data" else 0
+        return bytes(self._get(_Wanted(key=key, start=start, end=end, kind=kind, e_tag=e_tag)))
+
+    def get_view(self, key: str, start: int, end: int, *, e_tag: str = "") -> memoryview:
+        """As `get`, of a shard, in the store client's own memory: a copy more costs 0.05 CPU s per GB."""
+        return self._get(_Wanted(key=key, start=start, end=end, kind="data", e_tag=e_tag))
+
+    def _get(self, wanted: _Wanted) -> memoryview:
+        planned = wanted.size if wanted.kind == "data" else 0
         with self._lock:
             self.planned_bytes += planned
         try:
@@ -132,7 +140,7 @@ class CountedReader:
         """The same bytes once more, from another endpoint than the one whose answer to `get` they were, where there is
         one. Raises what `get` raises."""
         wanted = _Wanted(key=key, start=start, end=end, kind="data", e_tag=e_tag, reread=True)
-        return self._tried(wanted, self._senders_of(key, start, end))
+        return bytes(self._tried(wanted, self._senders_of(key, start, end)))
 
     def _senders_of(self, key: str, start: int, end: int) -> set[int]:
         """Endpoints that sent a part of these bytes."""
@@ -146,7 +154,7 @@ class CountedReader:
         self._stopping.set()
         self._pool.close()
 
-    def _tried(self, wanted: _Wanted, avoid: Collection[int] = ()) -> bytes:
+    def _tried(self, wanted: _Wanted, avoid: Collection[int] = ()) -> memoryview:
         attempt, failed_t = 0, 0.0
         last: DrawbarError | None = None
         while True:
@@ -192,7 +200,7 @@ class CountedReader:
             return DataError(f"no such object any more: {where}: it was listed at the start and then deleted")
         return explain(error, where)
 
-    def _try(self, index: int, wanted: _Wanted, attempt: int) -> bytes:
+    def _try(self, index: int, wanted: _Wanted, attempt: int) -> memoryview:
         place, is_data = self._places[index], wanted.kind == "data"
         begin_t = time.perf_counter()
         first_byte_s, got, status, error = 0.0, 0, 0, ""
@@ -206,7 +214,7 @@ class CountedReader:
             found = response.meta["e_tag"]
             if check and found and _bare(found) != _bare(check):
                 raise Replaced(f"listed as {check}, now {found}")
-            body = response.bytes().to_bytes()
+            body = memoryview(response.bytes())
             got = len(body)
             if got != wanted.size:
                 raise ShortBody(f"asked for {wanted.size} bytes, got {got}")

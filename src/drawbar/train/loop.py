@@ -17,7 +17,7 @@ from drawbar.train.batch import HostBatch
 from drawbar.train.clock import CudaClock, HostClock
 from drawbar.train.step import Step, Trained
 
-_STEPS_IN_FLIGHT = 2
+STEPS_IN_FLIGHT = 2
 """How far the host may run ahead of a GPU: enough to hide the launch, little enough to notice trouble at once."""
 
 
@@ -101,7 +101,7 @@ def train(
         )
         previous = mark
         # On a CPU the step is over; a GPU is allowed to run behind, and its buffers stay in use until it caught up.
-        while len(pending) > (_STEPS_IN_FLIGHT if isinstance(clock, CudaClock) else 0):
+        while len(pending) > (STEPS_IN_FLIGHT if isinstance(clock, CudaClock) else 0):
             _finish(pending.popleft(), clock, journal, settings.rank)
         pauses = [pause for each in between if (pause := each.after(number)) is not None]
         tags = [pause.tag for pause in pauses]

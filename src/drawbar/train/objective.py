@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from drawbar.input.device import DeviceCopy
 from drawbar.train.batch import HostBatch
 
 # ImageNet's channel means and standard deviations, of pixels 0..255.
@@ -36,16 +37,17 @@ class Classification:
     def __init__(
         self, *, device: torch.device, dtype: torch.dtype, channels_last: bool, label_smoothing: float = 0.0
     ) -> None:
-        self._device, self._dtype, self._label_smoothing = device, dtype, label_smoothing
+        self._dtype, self._label_smoothing = dtype, label_smoothing
+        self._copy = DeviceCopy(device)
         self._layout = torch.channels_last if channels_last else torch.contiguous_format
         self._mean = torch.tensor(_MEAN, device=device, dtype=dtype).view(1, 3, 1, 1)
         self._scale = 1 / torch.tensor(_STD, device=device, dtype=dtype).view(1, 3, 1, 1)
 
     def to_device(self, batch: HostBatch) -> Inputs:
         """uint8 crosses to the device; normalised there, in the model's precision."""
-        images = batch.pixels.to(self._device, non_blocking=True).permute(0, 3, 1, 2)
-        images = images.to(self._dtype, memory_format=self._layout)
-        return images.sub_(self._mean).mul_(self._scale), batch.labels.to(self._device, non_blocking=True)
+        there = self._copy.to_device(batch.pixels, batch.labels)
+        images = there.pixels.permute(0, 3, 1, 2).to(self._dtype, memory_format=self._layout)
+        return images.sub_(self._mean).mul_(self._scale), there.labels
 
     def split(self, inputs: Inputs, parts: int) -> list[Inputs]:
         images, labels = inputs
