@@ -16,6 +16,7 @@ from drawbar.storage import embedded
 from drawbar.storage.environment import Credentials
 from drawbar.storage.stores import open_place
 from tests.drawbar_process import Finished, drawbar, processes_of, result_of
+from tests.small_recipe import write_recipe
 from tests.small_set import example, image, offsets, write_set
 
 NO_STORE = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "NO_PROXY": "127.0.0.1"}
@@ -23,32 +24,14 @@ NO_STORE = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "NO_P
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    path = tmp_path / "recipe.toml"
     write_set(tmp_path / "set")
-    path.write_text(
-        f"""
-        [data]
-        url = "{tmp_path / "set"}"
-        num_classes = 10
-        [storage]
-        connect_timeout_s = 2
-        retries = 1
-        [input]
-        image_size = 32
-        [model]
-        name = "trivial"
-        [train]
-        batch_size = 4
-        warmup_steps = 0
-        steps = 30
-        [launch]
-        stall_timeout_s = 30
-        ranks = 2
-        [cache]
-        drop_caches = false
-        """
+    return write_recipe(
+        tmp_path,
+        tmp_path / "set",
+        storage={"connect_timeout_s": 2, "retries": 1},
+        train={"warmup_steps": 0, "steps": 30},
+        launch={"stall_timeout_s": 30},
     )
-    return path
 
 
 def run(recipe: Path, *settings: str, out: Path | None = None, env: dict[str, str] | None = None) -> Finished:
@@ -339,7 +322,7 @@ def test_with_skip_the_run_ends_well_and_says_how_many_records_were_bad(recipe: 
     assert [rank["steps"] for rank in result["ranks"]] == [30, 30]
     (reason,) = (reason for reason in result["validity"]["reasons"] if reason["rule"] == "bad images")
     assert reason["severity"] == "qualified"
-    assert f"{counts['replaced_images']} of 240 trained images (" in reason["actual"]
+    assert f"stand in for {counts['replaced_images']} of 240 trained images (" in reason["actual"]
     assert first in reason["actual"]
     said = " ".join(finished.stdout.split())
     assert "Bad records: " in said

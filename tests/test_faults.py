@@ -265,7 +265,7 @@ def test_endpoints_with_different_copies_of_a_compressed_shard_are_found_out(com
             run.reader.reread = of_another_copy  # type: ignore[method-assign]
             message = ending(run, DataError)
             run.reader.reread = plain  # type: ignore[method-assign]
-    assert "are others than before" in message
+    assert "came different than before" in message
 
 
 @pytest.mark.parametrize("policy", ["rank", "round-robin", "least-outstanding"])

@@ -27,7 +27,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_flush_empties_and_reading_fills_again(file: Path) -> None:
     assert page_cache.resident_fraction([file]) == 1
-    assert "1 files, 3.0 MB" in page_cache.flush([file])
+    assert "1 file, 3.0 MB" in page_cache.flush([file])
     assert page_cache.resident_fraction([file]) == 0
     file.read_bytes()
     assert page_cache.resident_fraction([file]) == 1

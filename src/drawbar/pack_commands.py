@@ -15,11 +15,12 @@ from drawbar.config import Storage
 from drawbar.dataset.destination import Destination, FolderDestination, StoreDestination
 from drawbar.dataset.folder import scan_folder
 from drawbar.dataset.imagenet import ImageNetFiles, scan_imagenet
-from drawbar.dataset.items import Note, Progress, Source, no_note, plural
+from drawbar.dataset.items import Note, Progress, Source, no_note
 from drawbar.dataset.manifest import Manifest, RecordSchema
 from drawbar.dataset.pack import pack_share
 from drawbar.dataset.shard_writer import OnBad, PackSettings
 from drawbar.errors import InputError
+from drawbar.plural import plural
 from drawbar.storage import embedded
 from drawbar.storage.address import find_address
 from drawbar.storage.stores import open_place

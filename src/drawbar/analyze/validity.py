@@ -19,6 +19,7 @@ from drawbar.analyze.schema import Grade, Reason, Severity, Validity
 from drawbar.analyze.timeline import RankTimeline
 from drawbar.analyze.traffic import input_totals
 from drawbar.journal import Error, InputTotals, RankJournal, RunEnd, RunStart, Step
+from drawbar.plural import plural
 
 BYTE_TOLERANCE = 0.01
 """What a server counts and what its clients count may differ by this share: HTTP framing is not counted alike
@@ -313,7 +314,8 @@ def received_is_served(facts: Facts) -> Reason | None:
     if explained:
         return explained
     if len(witnessed) < len(facts.endpoints) and (witnessed or _on_embedded_store(facts)):
-        actual = f"bytes not witnessed on {len(facts.endpoints) - len(witnessed)} of {len(facts.endpoints)} endpoints"
+        missing = len(facts.endpoints) - len(witnessed)
+        actual = f"bytes not witnessed on {missing} of {plural(len(facts.endpoints), 'endpoint')}"
         return _reason("received = served", "a count from every endpoint", actual, "qualified")
     return None
 
@@ -397,7 +399,9 @@ def no_bad_images(facts: Facts) -> Reason | None:
         return None
     policy = facts.run.recipe.input.on_bad
     share = f" ({_percent(replaced / trained, 2)})" if trained else ""
-    actual = f"{bad:,} gave no sample; {replaced:,} of {trained:,} trained images{share} stand in for such"
+    # A rank that failed wrote no totals; what it reported is in its journal all the same.
+    actual = f"{plural(max(bad, len(told)), 'time')} a record gave no sample; others stand in for {replaced:,} of "
+    actual += f"{plural(trained, 'trained image')}{share}"
     actual += f"; first: {told[0]['shard']} at byte {told[0]['offset']}: {told[0]['reason']}" if told else ""
     # More stand-ins than what they stand in for, or any where the run should have ended, were not counted right.
     wrong = replaced > bad or (replaced > 0 and policy == "fail")
@@ -477,7 +481,7 @@ def threads_fit_cores(facts: Facts) -> Reason | None:
         cores[rank.node] = max(cores.get(rank.node, 0), _count(environment.get("num_cpus")))
     for node, count in sorted(threads.items()):
         if cores[node] and count > cores[node]:
-            actual = f"{count} threads on {cores[node]} cores of {node}"
+            actual = f"{plural(count, 'thread')} on {plural(cores[node], 'core')} of {node}"
             return _reason("compute threads", "no more than cores", actual, "qualified")
     return None
 

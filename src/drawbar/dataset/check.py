@@ -30,6 +30,7 @@ from drawbar.dataset.manifest import MANIFEST_NAME, Manifest, ShardEntry
 from drawbar.dataset.record_check import RecordRules, SchemaName, read_features, schema_of
 from drawbar.dataset.walk import Fault, Origin, Progress, ShardWalk, each_shard, first_record
 from drawbar.errors import DataError, InputError
+from drawbar.plural import plural
 from drawbar.storage.stores import Place
 
 SchemaChoice = Literal["auto", "imagenet", "coco", "none"]
@@ -311,7 +312,7 @@ def _differences(report: ShardReport, entry: ShardEntry) -> list[str]:
         return [f"the last {left} of its {entry.num_records} records could not be looked at"] if left > 0 else []
     reasons = []
     if report.records != entry.num_records:
-        reasons.append(f"{report.records} records; {MANIFEST_NAME} says {entry.num_records}")
+        reasons.append(f"{plural(report.records, 'record')}; {MANIFEST_NAME} says {entry.num_records}")
     if report.crc32c != entry.crc32c:
         reasons.append(f"crc32c of the whole shard is {report.crc32c}; {MANIFEST_NAME} says {entry.crc32c}")
     return reasons

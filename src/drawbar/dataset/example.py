@@ -22,6 +22,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from drawbar.errors import DataError
+from drawbar.plural import plural
 
 Value = bytes | str | int | float | Sequence[bytes] | Sequence[str] | Sequence[int] | Sequence[float]
 """What `encode_example` takes. `array("f")` and `array("q")` fix the list's kind even when it is empty."""
@@ -394,7 +395,8 @@ def _any_image(payload: bytes) -> tuple[int, int, int]:
     ]
     if len(images) != 1 or images[0][0] == images[0][1]:
         raise DataError(
-            f"image/encoded holds {len(images)} values, {sum(b - a for a, b in images)} bytes; expected one"
+            f"image/encoded holds {plural(len(images), 'value')}, {plural(sum(b - a for a, b in images), 'byte')}; "
+            "expected one"
         )
     labels = _decode_feature(payload, *spans["image/class/label"])
     if len(labels) != 1 or not isinstance(labels[0], int):

@@ -35,9 +35,10 @@ from drawbar.dataset.imagenet_labels import (
     labels_of_images,
     texts_of_classes,
 )
-from drawbar.dataset.items import Note, no_note, plural
+from drawbar.dataset.items import Note, no_note
 from drawbar.dataset.labelled import LabelledItem, LabelledSource, is_image, is_image_outside
 from drawbar.errors import DataError, InputError
+from drawbar.plural import plural
 
 __all__ = ["ImageNetFiles", "scan_imagenet"]
 

@@ -22,6 +22,7 @@ from obstore.store import LocalStore, ObjectStore
 
 from drawbar.dataset.manifest import CLAIM_NAME, MANIFEST_NAME, PARTS, Manifest, ShardEntry
 from drawbar.errors import DataError, InputError
+from drawbar.plural import plural
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta  # in its stubs only
@@ -207,7 +208,7 @@ def refuse_several_sets(names: Sequence[str], shown: str) -> None:
         if number:
             sets[f"{number[1]}*-of-{number[3]}{number[4]}"] += 1
     if len(sets) > 1:
-        named = ", ".join(f"{name} ({count} shards)" for name, count in sorted(sets.items())[:4])
+        named = ", ".join(f"{name} ({plural(count, 'shard')})" for name, count in sorted(sets.items())[:4])
         raise InputError(
             f"{len(sets)} sets in {shown}: {named}",
             hint=f"end the URL with the names of one of them, such as /{min(sets)}",

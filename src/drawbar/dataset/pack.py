@@ -23,12 +23,13 @@ from drawbar import __version__
 from drawbar.dataset import parts
 from drawbar.dataset.destination import Destination, FolderDestination, StoreDestination
 from drawbar.dataset.folder import ignored_text
-from drawbar.dataset.items import Item, Lossy, Note, Progress, Source, no_note, plural
+from drawbar.dataset.items import Item, Lossy, Note, Progress, Source, no_note
 from drawbar.dataset.manifest import MANIFEST_NAME, Manifest
 from drawbar.dataset.pack_workers import num_workers, pack_here, pack_in_processes
 from drawbar.dataset.parts import PackedShard
 from drawbar.dataset.shard_writer import PackJob, PackSettings
 from drawbar.errors import DataError, InputError, RunFailed
+from drawbar.plural import plural
 from drawbar.world import Launched
 
 __all__ = ["Destination", "FolderDestination", "PackSettings", "StoreDestination", "pack", "pack_share", "shard_name"]

@@ -22,6 +22,7 @@ from drawbar.input.batch import Record
 from drawbar.input.fetch import Body, Bytes, Chunk
 from drawbar.input.plan import BoundedShuffle, Lane
 from drawbar.input.stages import Stage
+from drawbar.plural import plural
 from drawbar.storage.reader import Reader
 
 R = TypeVar("R", Record, Record | None)
@@ -112,8 +113,8 @@ class RecordReader:
         splitter.finish()
         if splitter.num_records != chunk.num_records:
             raise DataError(
-                f"{chunk.key}: {splitter.num_records} records in bytes {chunk.start} to {chunk.end}, the manifest says "
-                f"{chunk.num_records}",
+                f"{chunk.key}: {plural(splitter.num_records, 'record')} in bytes {chunk.start} to {chunk.end}, the "
+                f"manifest says {chunk.num_records}",
                 hint="manifest and shards do not belong together: pack the set again",
             )
 
@@ -183,7 +184,7 @@ class RecordReader:
                     self._skipped_bytes += record.framed_bytes
                     if number == known and crc != known_crc:
                         raise DataError(
-                            f"{key}: read once more, its first {known} records are others than before",
+                            f"{key}: read once more, the first {plural(known, 'record')} came different than before",
                             hint="the endpoints hold different copies: pack the set again",
                         )
         stream.finish()

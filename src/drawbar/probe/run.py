@@ -17,6 +17,7 @@ from typing import IO, Any, TypedDict
 from drawbar.config import Recipe
 from drawbar.errors import DrawbarError, EnvironmentUnfit, InputError, RunFailed
 from drawbar.launch.run import check_storage, environment_of_ranks, reserve
+from drawbar.plural import plural
 from drawbar.probe.names import StageName
 
 _START_S = 120.0
@@ -205,5 +206,5 @@ def to_text(recipe: Recipe, rates: list[StageRate]) -> str:
         ]
         for rate in rates
     ]
-    title = f"Each stage alone on {words.plural(recipe.launch.ranks, 'rank')}; the page cache was left as it was"
+    title = f"Each stage alone on {plural(recipe.launch.ranks, 'rank')}; the page cache was left as it was"
     return "\n".join([title, *table(header, rows, (0, 5))])

@@ -7,6 +7,7 @@ import numpy as np
 from drawbar.analyze.facts import Facts
 from drawbar.analyze.input_series import InputSeries, input_series
 from drawbar.analyze.timeline import Floats
+from drawbar.plural import plural
 from drawbar.report import words
 from drawbar.report.plot import MAX_POINTS, Figure, Tree, area, axis, layout, numbers
 
@@ -47,7 +48,7 @@ def queues_figure(facts: Facts) -> Figure | None:
         f"batch or waits for one{emptiest}. Below: share of a stage's threads' time blocked for want of input, and "
         "blocked as what they make is not taken. A full queue blames who takes from it, an empty one who fills it. "
         "Shaded: the measured interval.",
-        alt=f"Line charts over time of {words.plural(series.num_ranks, 'rank')}. {spoken(series)}",
+        alt=f"Line charts over time of {plural(series.num_ranks, 'rank')}. {spoken(series)}",
         height_px=560,
         data=data,
         layout=layout(

@@ -11,6 +11,7 @@ from drawbar.analyze.facts import Facts
 from drawbar.analyze.schema import Result, StepShares
 from drawbar.analyze.throughput import global_steps
 from drawbar.analyze.timeline import Floats, Ints, RankTimeline
+from drawbar.plural import plural
 from drawbar.report import words
 from drawbar.report.plot import MAX_POINTS, Figure, Tree, area, axis, buckets, label, layout, numbers, rank_color
 
@@ -223,7 +224,7 @@ def histogram(figure_id: str, title: str, x_title: str, seconds: Floats, text: s
     counts, edges = np.histogram(np.minimum(milliseconds, high), bins=bins, range=(low, high))
     beyond = int((milliseconds > high).sum())
     if beyond:
-        text += f" The last bar gathers the {words.plural(beyond, 'step')} beyond {high:,.3g} ms."
+        text += f" The last bar gathers the {plural(beyond, 'step')} beyond {high:,.3g} ms."
     return Figure(
         id=figure_id,
         title=title,

@@ -14,6 +14,7 @@ from drawbar.analyze.facts import Facts
 from drawbar.analyze.schema import RankResult, Result
 from drawbar.analyze.throughput import GlobalSteps, Rate, rate_of
 from drawbar.journal import Clock, Event, Step
+from drawbar.plural import plural
 from drawbar.report import words
 
 WIDTH = 80
@@ -226,7 +227,7 @@ def _rank_table(result: Result) -> list[str]:
         *table(header, [_rank_row(rank) for rank in shown], (1, 9)),
     ]
     if len(shown) < len(ranks):
-        lines.append(f"… and {len(ranks) - len(shown)} ranks that waited less; result.json has all")
+        lines.append(f"… and {plural(len(ranks) - len(shown), 'rank')} that waited less; result.json has all")
     return lines
 
 

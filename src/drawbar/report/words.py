@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from drawbar.analyze.schema import EndpointResult, Percentiles, Result
+from drawbar.plural import plural
 
 UNKNOWN = "-"
 
@@ -27,10 +28,6 @@ def milliseconds(seconds: float | None) -> str:
     if seconds is None:
         return UNKNOWN
     return number(seconds * 1e3, 0 if seconds >= 0.1 else 1 if seconds >= 0.01 else 2)
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def headline(result: Result) -> str:
@@ -118,15 +115,16 @@ def data_set_sentence(result: Result) -> str:
     found = result["data_set"]
     if found is None:
         return ""
-    parts = [f"{found['shards']:,} shards", f"{megabytes(found['bytes'])} MB"]
+    parts = [plural(found["shards"], "shard"), f"{megabytes(found['bytes'])} MB"]
     if found["records"] is not None:
-        parts.append(f"{found['records']:,} records")
+        parts.append(plural(found["records"], "record"))
     parts.append("with a manifest" if found["manifest"] else "without a manifest")
     if found["missing_shards"]:
-        parts.append(f"{found['missing_shards']:,} shards missing")
+        parts.append(f"{plural(found['missing_shards'], 'shard')} missing")
     if found["ignored_shards"]:
-        what = "files that look like shards were not read: not in the manifest, or with names that no store can give"
-        parts.append(f"{found['ignored_shards']:,} {what}")
+        verb = "was" if found["ignored_shards"] == 1 else "were"
+        what = f"{plural(found['ignored_shards'], 'object')} beside the shards {verb} not read"
+        parts.append(f"{what}: not in the manifest, or with names that no store can give")
     return f"{found['url']}: {', '.join(parts)}"
 
 
@@ -194,7 +192,7 @@ def bad_records(result: Result, at_most: int = 5) -> list[str]:
     if not bad and not told:
         return []
     # A rank that failed wrote no totals; what it reported is in its journal all the same.
-    lines = [f"{plural(max(bad, len(told)), 'record')} gave no sample; others stood in for {replaced:,} of them"]
+    lines = [f"{plural(max(bad, len(told)), 'time')} a record gave no sample; others stand in for {replaced:,}"]
     lines += [f"{row['shard']} at byte {row['offset']}: {row['reason']}" for row in told[:at_most]]
     if len(told) > at_most:
         lines.append(f"and {len(told) - at_most:,} more in result.json")
@@ -258,14 +256,14 @@ def endpoint_troubles(result: Result) -> list[str]:
     lines = []
     for endpoint in result["endpoints"]:
         counts = (
-            (endpoint["busy"], "busy answers (503, 429)"),
-            (endpoint["corrupt"], "damaged records"),
-            (endpoint["rereads"], "rereads after damage"),
-            (endpoint["set_aside"], "times set aside"),
-            (endpoint["returned"], "times back"),
-            (endpoint["probes"], "probes"),
+            (endpoint["busy"], "busy answer (503, 429)", "busy answers (503, 429)"),
+            (endpoint["corrupt"], "damaged body", "damaged bodies"),
+            (endpoint["rereads"], "reread after damage", "rereads after damage"),
+            (endpoint["set_aside"], "time set aside", "times set aside"),
+            (endpoint["returned"], "time back", "times back"),
+            (endpoint["probes"], "probe", "probes"),
         )
-        said = ", ".join(f"{count:,} {what}" for count, what in counts if count)
+        said = ", ".join(plural(count, noun, nouns) for count, noun, nouns in counts if count)
         if said:
             lines.append(f"{endpoint['url']}: {said}")
     return lines

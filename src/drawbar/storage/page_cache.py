@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from drawbar.errors import EnvironmentUnfit, InputError
+from drawbar.plural import plural
 
 _WINDOW_BYTES = 1 << 30
 """Mapped at a time. A multiple of every page size; mincore's answer is one byte a page, so 256 KiB for 4 KiB pages."""
@@ -51,7 +52,7 @@ def flush(paths: Iterable[Path], *, whole_host: bool = False) -> str:
         finally:
             os.close(fd)
         num_files += 1
-    words = f"fsync and posix_fadvise(DONTNEED) on {num_files} files, {num_bytes / 1e6:.1f} MB"
+    words = f"fsync and posix_fadvise(DONTNEED) on {plural(num_files, 'file')}, {num_bytes / 1e6:.1f} MB"
     return f"{words}; {_drop_caches()}" if whole_host else words
 
 
