@@ -152,6 +152,8 @@ def test_a_model_and_a_set_that_do_not_fit_are_refused(
         ("detection.box_sizes=[1, 2, 3, 4, 5]", "ssd_resnet34 needs 7 sides"),
         ("detection.box_sizes=[2, 1, 3, 4, 5, 6, 7]", "expected 7 (SSD) or 5 (Mask R-CNN) ascending sides"),
         ("detection.short_side=2000", "long_side is 1333, less than short_side, which is 2000"),
+        ("input.distortions=true", "input.distortions is set, which has no effect on ssd_resnet34"),
+        ("train.label_smoothing=0.1", "train.label_smoothing is set, which has no effect on ssd_resnet34"),
         ("detection.norm=layer", "detection.norm is 'layer'"),
     ],
 )
