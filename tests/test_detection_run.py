@@ -152,6 +152,8 @@ def test_a_model_and_a_set_that_do_not_fit_are_refused(
         ("detection.box_sizes=[1, 2, 3, 4, 5]", "ssd_resnet34 needs 7 sides"),
         ("detection.box_sizes=[2, 1, 3, 4, 5, 6, 7]", "expected 7 (SSD) or 5 (Mask R-CNN) ascending sides"),
         ("detection.short_side=2000", "long_side is 1333, less than short_side, which is 2000"),
+        ("input.distortions=true", "input.distortions is set, which has no effect on ssd_resnet34"),
+        ("train.label_smoothing=0.1", "train.label_smoothing is set, which has no effect on ssd_resnet34"),
         ("detection.norm=layer", "detection.norm is 'layer'"),
     ],
 )
@@ -159,3 +161,10 @@ def test_a_wrong_setting_is_refused(tmp_path: Path, scenes: Path, setting: str, 
     finished = run(write_recipe(tmp_path, scenes, "ssd_resnet34"), setting)
     assert finished.code == 2
     assert words in finished.error_line
+
+
+def test_checkpoints_of_mask_rcnn_fall_between_groups_of_batches(tmp_path: Path, scenes: Path) -> None:
+    recipe = write_recipe(tmp_path, scenes, "maskrcnn_resnet50_fpn")
+    finished = run(recipe, f"checkpoint.url={tmp_path / 'saved'}", "checkpoint.every_steps=5")
+    assert finished.code == 2
+    assert "checkpoint.every_steps is 5, detection.group_batches 2: expected a multiple" in finished.error_line

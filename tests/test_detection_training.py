@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torchvision
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models.detection.image_list import ImageList
 
 from drawbar.config import Data, Detection, Input, Model, Optimizer, PixelScale, Recipe
 from drawbar.dataset.coco_mask import decode_counts, expand_counts
 from drawbar.input.target import GroundTruth, Mask, Target, made_up_target
-from drawbar.models.build_detector import build_for_counting
+from drawbar.models.build_detector import build_for_counting, pretrained_part
 from drawbar.models.figures import figures_of
 from drawbar.models.mask_rcnn import MaskRCNN
 from drawbar.models.names import DETECTORS, MASK_RCNN, SSD
@@ -67,8 +69,6 @@ def test_masks_come_to_their_place_on_the_device() -> None:
 
 
 def test_mask_rcnn_has_torchvisions_parameters_and_frozen_statistics() -> None:
-    import torchvision
-
     mine, theirs = (
         MaskRCNN(80),
         torchvision.models.detection.maskrcnn_resnet50_fpn(weights=None, weights_backbone=None, num_classes=81),
@@ -85,8 +85,6 @@ def test_mask_rcnn_has_torchvisions_parameters_and_frozen_statistics() -> None:
 
 
 def test_the_trunk_is_resnets() -> None:
-    import torchvision
-
     mine = ResidualTrunk((3, 4, 6, 3), (1, 2, 2, 2), 64, "batch")
     theirs = torchvision.models.resnet34()
     del theirs.fc
@@ -284,3 +282,20 @@ def test_mask_rcnns_arithmetic_is_the_sum_of_its_parts() -> None:
     assert by_part["RPNHead"] == cells * 256 * (256 * 9 + 3 + 12)
     assert by_part["TwoMLPHead"] == 512 * (256 * 49 * 1024 + 1024 * 1024)
     assert by_part["MaskRCNNHeads"] == 128 * 4 * 14 * 14 * 256 * 256 * 9
+
+
+@pytest.mark.parametrize(("name", "network"), [(SSD, "resnet34"), (MASK_RCNN, "resnet50")])
+def test_torchvisions_weights_go_into_the_trunk(tmp_path: Path, name: str, network: str) -> None:
+    file = tmp_path / "trunk.pth"
+    classifier = torchvision.models.get_model(network)
+    torch.save(classifier.state_dict(), file)
+    recipe = Recipe(model=Model(name=name, weights=str(file)), data=Data(num_classes=3), input=Input(image_size=96))
+    training = build_training(recipe, World.detect({}), CPU, torch.float32, None)
+    trunk = pretrained_part(training.model)
+    assert trunk is not training.model
+    mine, theirs = trunk.state_dict(), classifier.state_dict()
+    assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+    assert "layer3.1.conv2.weight" in mine
+    assert training.weights is not None
+    assert "fc.weight" in training.weights.unexpected
+    assert (training.weights.missing, training.weights.head) == ([], [])

@@ -494,11 +494,25 @@ class Recipe(Section):
             return
         if self.input.decoder == "gpu":
             raise ValueError(f'input.decoder is "gpu", which decodes images with one label each, not those of {name}')
+        without_effect = {
+            "input.distortions": self.input.distortions,
+            "input.crop_boxes": self.input.crop_boxes != "image",
+            "train.label_smoothing": self.train.label_smoothing > 0,
+            "detection.augment": name == MASK_RCNN and settings.augment != "ssd",
+        }
+        for key, is_set in without_effect.items():
+            if is_set:
+                raise ValueError(f"{key} is set, which has no effect on {name}")
         stages, sides = (4, 5) if name == MASK_RCNN else (3, 7)
         if len(settings.blocks) not in (0, stages):
             raise ValueError(f"detection.blocks is {settings.blocks}: {name} has {stages} stages")
         if len(settings.box_sizes) not in (0, sides):
             raise ValueError(f"detection.box_sizes is {settings.box_sizes}: {name} needs {sides} sides")
+        if name == MASK_RCNN and self.checkpoint.every_steps % settings.group_batches:
+            raise ValueError(
+                f"checkpoint.every_steps is {self.checkpoint.every_steps}, detection.group_batches "
+                f"{settings.group_batches}: expected a multiple, as reading cannot be taken up within a group"
+            )
 
     def sha256(self) -> str:
         """Of the canonical JSON, equal on all ranks. Where the embedded store lies and where event files go is no part

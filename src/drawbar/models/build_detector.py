@@ -39,6 +39,13 @@ def build_detector(name: str, num_classes: int, image_size: int, settings: Detec
     )
 
 
+def pretrained_part(model: nn.Module) -> nn.Module:
+    """What a file of `model.weights` is for: a detector's trunk, with torchvision's names; else the whole model."""
+    if isinstance(model, SSD):
+        return model.trunk
+    return model.backbone.body if isinstance(model, MaskRCNN) else model
+
+
 def build_for_counting(name: str, num_classes: int, image_size: int) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     """The reference's model, and a function from images to a tensor that all its layers had a part in, as in training.
     No box is worked out, so that shapes alone will do."""

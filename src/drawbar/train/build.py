@@ -49,7 +49,7 @@ def build_training(
     """`num_records`: of the data set, None where they are not known. Needs the process group where there is more than
     one rank."""
     model = _model(recipe)
-    weights = load_weights(model, Path(recipe.model.weights)) if recipe.model.weights else None
+    weights = load_weights(_pretrained_part(model), Path(recipe.model.weights)) if recipe.model.weights else None
     model = model.to(device)
     if recipe.model.channels_last:
         model = model.to(memory_format=torch.channels_last)
@@ -78,6 +78,12 @@ def _model(recipe: Recipe) -> nn.Module:
         return build_detector(recipe.model.name, recipe.data.num_classes, recipe.input.image_size, recipe.detection)
     check_takes(recipe.model.name, recipe.data.num_classes, recipe.input.image_size)
     return build_model(recipe.model.name, recipe.data.num_classes)
+
+
+def _pretrained_part(model: nn.Module) -> nn.Module:
+    from drawbar.models.build_detector import pretrained_part
+
+    return pretrained_part(model)
 
 
 def make_objective(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> Objective:
