@@ -29,8 +29,8 @@ from drawbar.input.sources import in_turn, open_sources
 from drawbar.journal import Event
 from drawbar.launch.environment import decode_threads, threads_per_rank
 from drawbar.launch.feed import ConstantFeed, DataFeed, open_feed
+from drawbar.train.objective import Classification
 from drawbar.train.precision import choose_precision
-from drawbar.train.step import TrainStep
 from drawbar.world import World
 
 _DECODE_RECORDS = 256
@@ -191,22 +191,18 @@ def batch(rank: Rank) -> Measure:
 def copy(rank: Rank) -> Measure:
     """One made-up batch to the device again and again, and normalised there. No input, no model."""
     pixels = ConstantFeed(rank.recipe).next_batch()
-    dtype = choose_precision(rank.recipe.model.precision, rank.device)
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    step = TrainStep(
-        torch.nn.Identity(),
-        torch.optim.SGD([parameter]),
-        lambda step: 0.0,
+    model = rank.recipe.model
+    objective = Classification(
         device=rank.device,
-        dtype=dtype,
-        channels_last=rank.recipe.model.channels_last,
+        dtype=choose_precision(model.precision, rank.device).dtype,
+        channels_last=model.channels_last,
     )
 
     def measure(seconds: float) -> Passed:
         copied = 0
         clock = _Clock(seconds)
         while not clock.is_over():
-            step.to_device(pixels.pixels, pixels.labels)
+            objective.to_device(pixels)
             if rank.device.type == "cuda":
                 torch.cuda.synchronize()  # the copy is what is measured, not its launch
             copied += 1

@@ -1,0 +1,164 @@
+"""The exchange of gradients between real ranks: what it does to losses, and what of its time is seen."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.futures import Future
+
+from drawbar.config import Exchange as Settings
+from drawbar.journal import ModelBuilt, RunJournal, Step, read_run
+from drawbar.train.clock import HostClock
+from drawbar.train.exchange import Exchange
+from tests.drawbar_process import drawbar, result_of
+from tests.small_set import NUM_CLASSES, write_set
+
+
+def recipe(folder: Path, *, source: str = "constant", steps: int = 5) -> Path:
+    path = folder / "recipe.toml"
+    path.write_text(
+        f"""
+        [data]
+        url = "{folder / "data"}"
+        num_classes = {NUM_CLASSES}
+        [input]
+        source = "{source}"
+        image_size = 32
+        shuffle_buffer = 16
+        [model]
+        name = "trivial"
+        precision = "fp32"
+        [train]
+        batch_size = 4
+        warmup_steps = 2
+        steps = {steps}
+        [optimizer]
+        learning_rate = 0.2
+        [launch]
+        ranks = 2
+        stall_timeout_s = 60
+        [cache]
+        start = "any"
+        """
+    )
+    return path
+
+
+def ran(path: Path, out: Path, *settings: str) -> RunJournal:
+    finished = drawbar("run", path, "--out", out, *(part for setting in settings for part in ("--set", setting)))
+    assert finished.code == 0, finished.stderr
+    return read_run(out)
+
+
+def losses_of(journal: RunJournal) -> list[float]:
+    """Mean over the ranks, for each step."""
+    rows = [[step.loss for step in rank.of(Step)] for rank in journal.ranks]
+    return [sum(row) / len(row) for row in zip(*rows, strict=True)]
+
+
+@pytest.mark.run
+def test_one_and_two_ranks_have_one_loss_curve(tmp_path: Path) -> None:
+    """The same global batches of the same records by the reading plan, on a model without batch norm."""
+    write_set(tmp_path / "data")
+    path = recipe(tmp_path, source="data", steps=23)
+    two = losses_of(ran(path, tmp_path / "two", "train.batch_size=4"))
+    one = losses_of(ran(path, tmp_path / "one", "train.batch_size=8", "launch.ranks=1"))
+    parts = losses_of(ran(path, tmp_path / "parts", "train.batch_size=8", "launch.ranks=1", "train.accumulate=2"))
+    assert len(two) == 25
+    assert one == pytest.approx(two, rel=1e-4)
+    assert parts == pytest.approx(two, rel=1e-4)
+    # Neighbouring batches differ by far more than the tolerance: another order would show.
+    assert min(abs(a - b) for a, b in pairwise(two)) > 1e-3
+
+
+@pytest.mark.run
+def test_every_way_of_exchanging_gives_the_same_gradients(tmp_path: Path) -> None:
+    path = recipe(tmp_path)
+    settings = ("model.name=resnet18", "train.steps=3", "optimizer.learning_rate=0.01")
+    plain = losses_of(ran(path, tmp_path / "plain", *settings))
+    delayed = losses_of(ran(path, tmp_path / "delayed", *settings, "exchange.delayed=true", "exchange.bucket_mib=2.0"))
+    assert delayed == pytest.approx(plain, rel=1e-4)
+    assert plain[-1] != pytest.approx(plain[0], rel=1e-2)
+    for compression, tolerance in (("bf16", 0.05), ("fp16", 0.02)):
+        out = tmp_path / compression
+        journal = ran(path, out, *settings, f"exchange.compression={compression}", "exchange.delayed=true")
+        found = losses_of(journal)
+        assert found == pytest.approx(plain, rel=tolerance)
+        assert found[2:] != plain[2:], "rounded gradients were sent"
+        built = journal.ranks[1].first(ModelBuilt)
+        assert built is not None
+        assert built.gradient_bytes == 2 * built.parameters == 2 * result_of(out)["model"]["parameters"]
+
+
+@pytest.mark.run
+def test_waiting_for_a_slow_rank_is_time_of_the_exchange(tmp_path: Path) -> None:
+    journal = ran(recipe(tmp_path), tmp_path / "slow", "faults.slow_rank=1", "faults.slow_step_s=0.25")
+    fast, slow = ([step for step in rank.of(Step) if not step.warmup] for rank in journal.ranks)
+    for mine, other in zip(fast, slow, strict=True):
+        assert mine.exchange_s > 0.15
+        assert mine.exchange_s > other.exchange_s + 0.1
+        assert mine.compute_s < 0.15
+        parts = mine.data_wait_s + mine.copy_s + mine.compute_s + mine.exchange_s + mine.optimizer_s
+        assert parts <= (mine.end_t - mine.start_t) * 1.001
+    shares = result_of(tmp_path / "slow")["ranks"][0]["shares"]
+    assert shares["exchange"] > 0.5
+    assert sum(shares.values()) == pytest.approx(1)
+
+
+@pytest.mark.run
+def test_an_emulated_step_is_said_to_be_one_everywhere(tmp_path: Path) -> None:
+    out = tmp_path / "emulated"
+    settings = ("emulate.step_s=0.1", "model.name=resnet50", "launch.ranks=2", "train.steps=10")
+    finished = drawbar("run", recipe(tmp_path), "--out", out, *(p for s in settings for p in ("--set", s)))
+    assert finished.code == 0, finished.stderr
+    result = result_of(out)
+    parameters = result["model"]["parameters"]
+    assert result["model"] == {
+        "name": "resnet50",
+        "parameters": parameters,
+        "gradient_bytes": 4 * parameters,
+        "emulated_step_s": 0.1,
+        "skipped_updates": 0,
+        "compiled_s": None,
+    }
+    assert "training" in {reason["rule"] for reason in result["validity"]["reasons"]}
+    assert "compute threads" not in {reason["rule"] for reason in result["validity"]["reasons"]}
+    assert "emulated, nothing was trained: each step takes 0.1 s by the recipe" in " ".join(finished.stdout.split())
+    assert "images/s, emulated" in (out / "report.html").read_text()
+    steps = [step for rank in read_run(out).ranks for step in rank.of(Step)]
+    assert all(step.loss is None and step.end_t - step.start_t >= 0.09 for step in steps)
+    # 100 MB cannot be added up in no time: what sticks out of the step is seen.
+    assert sum(step.exchange_s for step in steps) > 0
+
+
+class StubBucket:
+    def __init__(self, number: int, last: bool) -> None:
+        self.number, self._last = number, last
+
+    def is_last(self) -> bool:
+        return self._last
+
+
+def test_a_delayed_exchange_sends_nothing_before_the_last_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[int, Future[torch.Tensor]]] = []
+
+    def send(state: Any, bucket: Any) -> Future[torch.Tensor]:
+        future: Future[torch.Tensor] = Future()
+        sent.append((bucket.number, future))
+        return future
+
+    exchange = Exchange(Settings(delayed=True), HostClock(), torch.device("cpu"))
+    monkeypatch.setattr(exchange, "_send", send)
+    promises = [exchange._take(StubBucket(number, number == 2)) for number in range(3)]  # type: ignore[arg-type]
+    assert [number for number, _ in sent] == [0, 1, 2]
+    assert exchange.take_ready() is not None
+    assert exchange.take_ready() is None
+    sent[0][1].set_result(torch.ones(1))
+    assert promises[0].wait() == torch.ones(1)
+    sent[1][1].set_exception(RuntimeError("connection closed by peer"))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        promises[1].wait()
