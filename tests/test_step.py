@@ -108,6 +108,15 @@ def test_what_only_gpus_have_is_refused_on_a_cpu(wanted: str) -> None:
         choose_precision(wanted, CPU)
 
 
+def test_steps_in_which_torch_compile_worked_are_told() -> None:
+    """Its tracing is the same whatever makes code of the graph; another batch size takes another graph."""
+    model = torch.compile(convolution(), backend="eager", dynamic=False)
+    step = train_step(model)  # type: ignore[arg-type]
+    assert step.run(batch()).tags == ("compiled",)
+    assert step.run(batch()).tags == ()
+    assert step.run(batch(4)).tags == ("compiled",)
+
+
 class Hungry(nn.Module):
     """Takes no more than four images; for a fifth it asks the allocator for more than any machine has."""
 

@@ -9,6 +9,7 @@ which waits for the exchange before it goes on.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,12 @@ from torch.futures import Future
 
 from drawbar.config import Exchange as Settings
 from drawbar.train.clock import StepClock
+
+_OPTIONS = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+_OWN_BUFFERS: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers": False
+}
+"""By the newer name, or the one before it."""
 
 Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
 FORMATS = {"none": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -51,7 +58,7 @@ class Exchange:
             bucket_cap_mb=self._settings.bucket_mib or None,
             gradient_as_bucket_view=True,
             # Batch statistics are each rank's own: sending rank 0's with every forward would be a second wait for it.
-            broadcast_buffers=False,
+            **_OWN_BUFFERS,
         )
         # Not the method itself: DDP compares its annotations with types, and ours are text.
         wrapped.register_comm_hook(None, lambda state, bucket: self._take(bucket))
