@@ -13,11 +13,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.futures import Future
 
+from drawbar.config import Emulate
 from drawbar.config import Exchange as Settings
 from drawbar.journal import ModelBuilt, RunJournal, Step, read_run
+from drawbar.models.build import build_model
 from drawbar.train.clock import HostClock
+from drawbar.train.emulated import EmulatedStep, buckets_of
 from drawbar.train.exchange import Exchange
+from drawbar.train.objective import Classification
 from tests.drawbar_process import drawbar, result_of
+from tests.one_step import batch, convolution, losses, train_step
 from tests.small_set import NUM_CLASSES, write_set
 
 
@@ -187,6 +192,38 @@ def test_gradients_pass_the_exchange_whole_or_rounded_as_asked(delayed: bool) ->
         for mine, other in zip(sent, plain, strict=True):
             assert torch.equal(mine, other.to(dtype).float())
         assert not all(torch.equal(mine, other) for mine, other in zip(sent, plain, strict=True))
+
+
+@pytest.mark.usefixtures("alone")
+def test_parts_of_a_batch_are_exchanged_once() -> None:
+    whole, parts = convolution(), convolution()
+    expected = losses(train_step(whole))
+    exchange = Exchange(Settings(), HostClock(), torch.device("cpu"))
+    sent: list[bool] = []
+    send = exchange._send
+
+    def counted(state: Any, bucket: Any) -> Future[torch.Tensor]:
+        sent.append(bucket.is_last())
+        return send(state, bucket)
+
+    exchange._send = counted
+    step = train_step(exchange.wrap(parts), exchange=exchange, accumulate=4)
+    assert losses(step) == pytest.approx(expected, rel=1e-5)
+    assert sent.count(True) == 4, "one exchange for each of four steps"
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_emulated_step_waits_for_its_exchange_to_end() -> None:
+    with torch.device("meta"):
+        model = build_model("resnet18", 10)
+    buckets = buckets_of(model, Settings(), torch.device("cpu"))
+    objective = Classification(device=torch.device("cpu"), dtype=torch.float32, channels_last=True)
+    step = EmulatedStep(Emulate(step_s=0.02), buckets, objective, torch.device("cpu"))
+    for _ in range(3):
+        marks = step.run(batch()).marks
+        times = [marks.start, marks.copied, marks.computed, marks.exchanged, marks.updated]
+        assert times == sorted(times)
+    assert sum(bucket.gradients.numel() for bucket in buckets) == 11_181_642
 
 
 class StubBucket:
