@@ -605,6 +605,11 @@ BROKEN: list[tuple[str, str, Callable[[SyntheticRun], None]]] = [
     ("step spans", "invalid", lambda run: run.change(1, Step, lambda step: with_changes(step, compute_s=1.0))),
     ("compute threads", "qualified", other_environment),
     (
+        "compilation",
+        "qualified",
+        lambda run: run.change(1, Step, lambda step: with_changes(step, tags=["compiled"] if step.step == 9 else [])),
+    ),
+    (
         "CPU steal",
         "qualified",
         change_hosts(lambda host: with_changes(host, cpu_steal_s=0.1 * (host.cpu_user_s + host.cpu_idle_s))),
@@ -631,6 +636,7 @@ def test_every_rule_speaks(tmp_path: Path, rule: str, severity: str, broken: Cal
     ("rule", "values"),
     [
         ("input", {"overrides": {"input": {"source": "constant"}}}),
+        ("training", {"overrides": {"emulate": {"step_s": 0.4}}}),
         ("deliberate faults", {"overrides": {"faults": {"slow_rank": 1, "slow_step_s": 0.1}}}),
         ("measured steps", {"steps": 19, "step_s": 1.0}),
         ("measured interval", {"steps": 24, "step_s": 0.25}),
@@ -645,7 +651,7 @@ def test_what_the_recipe_leaves_out_is_named(tmp_path: Path, rule: str, values: 
 
 def test_all_rules_are_provoked_here() -> None:
     """A new rule needs a row above."""
-    recipes = {"input", "deliberate faults", "measured steps", "measured interval", "warm-up"}
+    recipes = {"input", "training", "deliberate faults", "measured steps", "measured interval", "warm-up"}
     provoked = {rule for rule, _, _ in BROKEN} | recipes | {"readable journals"}
     assert len(provoked) == len(RULES)
 
