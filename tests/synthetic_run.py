@@ -26,6 +26,7 @@ from drawbar.journal import (
     InputStage,
     InputTotals,
     JournalWriter,
+    ModelBuilt,
     Request,
     RunEnd,
     RunStart,
@@ -180,6 +181,10 @@ def _rank_events(
         environment=ENVIRONMENT,
     )
     events: list[Event] = [start, Clock(t=own_t - 4, when="start", offset_s=behind_s, uncertainty_s=5e-5)]
+    gradient_bytes = 4 * 25_557_032 if recipe.launch.ranks > 1 else 0
+    events.append(
+        ModelBuilt(t=own_t - 3, model=recipe.model.name, parameters=25_557_032, gradient_bytes=gradient_bytes)
+    )
     step_bytes = train.batch_size * SAMPLE_BYTES
     due_bytes, offset = 0, 0
     for number, seconds in enumerate(length_s):
@@ -204,7 +209,7 @@ def _rank_events(
             due_bytes, offset = due_bytes - size, offset + size
         # What a rank waits for data more, it waits less for the others in the exchange.
         data_wait_s = seconds * (wait if wait == 0.2 else min(0.9, wait * rng.lognormvariate(0, 0.3)))
-        copy_s, optimizer_s = 0.02 * seconds, 0.05 * seconds
+        copy_s, exchange_s, optimizer_s = 0.02 * seconds, 0.03 * seconds, 0.05 * seconds
         events.append(
             Step(
                 t=own_t + seconds,
@@ -214,7 +219,8 @@ def _rank_events(
                 end_t=own_t + seconds,
                 data_wait_s=data_wait_s,
                 copy_s=copy_s,
-                compute_s=seconds - data_wait_s - copy_s - optimizer_s,
+                compute_s=seconds - data_wait_s - copy_s - exchange_s - optimizer_s,
+                exchange_s=exchange_s,
                 optimizer_s=optimizer_s,
                 samples=train.batch_size,
                 loss=7.0 - 0.01 * number,

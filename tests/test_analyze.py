@@ -7,7 +7,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from drawbar.analyze.validity import RULES
 from drawbar.errors import InputError, RecipeError
 from drawbar.journal import (
     Cache,
+    CheckpointRead,
     Clock,
     DataSet,
     Error,
@@ -378,6 +379,25 @@ def change_start(rank: int, **values: Any) -> Callable[[SyntheticRun], None]:
     return lambda run: run.change(rank, RunStart, lambda start: with_changes(start, **values))
 
 
+def resumed(ranks: Sequence[int], *differences: str) -> Callable[[SyntheticRun], None]:
+    """These ranks went on from a checkpoint of step 0."""
+
+    def broken(run: SyntheticRun) -> None:
+        for rank in ranks:
+            read = CheckpointRead(
+                t=run.ranks[rank][0].t,
+                step=0,
+                source="/checkpoints/step-00000000",
+                size_bytes=1,
+                read_s=0.1,
+                load_s=0.1,
+                differences=list(differences),
+            )
+            run.ranks[rank].insert(1, read)
+
+    return broken
+
+
 def change_witness(source: str, share: float | None) -> Callable[[SyntheticRun], None]:
     """The count after the run times `share`; None drops both readings."""
 
@@ -513,6 +533,8 @@ def skipped(*, bad: int, replaced: int) -> Callable[[SyntheticRun], None]:
 
 
 BROKEN: list[tuple[str, str, Callable[[SyntheticRun], None]]] = [
+    ("resumed together", "invalid", resumed([1])),
+    ("resumed training", "qualified", resumed([0, 1], "dropout is drawn anew")),
     ("run ended ok", "invalid", lambda run: run.change(1, RunEnd, lambda end: with_changes(end, status="terminated"))),
     ("complete journals", "invalid", without_rank_1),
     ("complete journals", "invalid", lambda run: run.drop(1, RunEnd)),
@@ -583,6 +605,11 @@ BROKEN: list[tuple[str, str, Callable[[SyntheticRun], None]]] = [
     ("step spans", "invalid", lambda run: run.change(1, Step, lambda step: with_changes(step, compute_s=1.0))),
     ("compute threads", "qualified", other_environment),
     (
+        "compilation",
+        "qualified",
+        lambda run: run.change(1, Step, lambda step: with_changes(step, tags=["compiled"] if step.step == 9 else [])),
+    ),
+    (
         "CPU steal",
         "qualified",
         change_hosts(lambda host: with_changes(host, cpu_steal_s=0.1 * (host.cpu_user_s + host.cpu_idle_s))),
@@ -609,6 +636,7 @@ def test_every_rule_speaks(tmp_path: Path, rule: str, severity: str, broken: Cal
     ("rule", "values"),
     [
         ("input", {"overrides": {"input": {"source": "constant"}}}),
+        ("training", {"overrides": {"emulate": {"step_s": 0.4}}}),
         ("deliberate faults", {"overrides": {"faults": {"slow_rank": 1, "slow_step_s": 0.1}}}),
         ("measured steps", {"steps": 19, "step_s": 1.0}),
         ("measured interval", {"steps": 24, "step_s": 0.25}),
@@ -623,7 +651,7 @@ def test_what_the_recipe_leaves_out_is_named(tmp_path: Path, rule: str, values: 
 
 def test_all_rules_are_provoked_here() -> None:
     """A new rule needs a row above."""
-    recipes = {"input", "deliberate faults", "measured steps", "measured interval", "warm-up"}
+    recipes = {"input", "training", "deliberate faults", "measured steps", "measured interval", "warm-up"}
     provoked = {rule for rule, _, _ in BROKEN} | recipes | {"readable journals"}
     assert len(provoked) == len(RULES)
 
@@ -803,6 +831,9 @@ CONTRACT = [
     "au",
     "endpoints",
     "cache",
+    "checkpoints",
+    "resumed",
+    "weights",
     "quality",
     "validity",
     "verdict",

@@ -19,8 +19,10 @@ from drawbar.models.build import build_model, check_takes
 from drawbar.models.figures import figures_of
 from drawbar.models.names import MODEL_NAMES, find_model
 from drawbar.train.batch import HostBatch
+from drawbar.train.clock import HostClock
 from drawbar.train.objective import Classification
 from drawbar.train.optimizer import build_optimizer
+from drawbar.train.precision import Precision
 from drawbar.train.step import TrainStep
 from tests.drawbar_process import drawbar
 
@@ -163,9 +165,11 @@ def test_each_family_trains(name: str, size: int) -> None:
     before = [parameter.detach().clone() for parameter in model.parameters()]
     device, dtype = torch.device("cpu"), torch.float32
     objective = Classification(device=device, dtype=dtype, channels_last=True)
-    step = TrainStep(model, optimizer, objective, lambda step: 0.01, device=device, dtype=dtype)
+    precision, clock = Precision("fp32"), HostClock()
+    step = TrainStep(model, optimizer, objective, lambda step: 0.01, clock=clock, device=device, precision=precision)
     pixels = torch.randint(0, 256, (2, size, size, 3), dtype=torch.uint8)
     trained = step.run(HostBatch(pixels=pixels, labels=torch.tensor([1, 2]), epoch=0, release=lambda: None))
+    assert trained.loss is not None
     assert torch.isfinite(trained.loss)
     assert gradients == [len(before)]
     assert any(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))

@@ -23,7 +23,7 @@ from drawbar.report.step_figures import throughput_figure
 from drawbar.report.terminal import RULE, WIDTH, StepPrinter, run_text, step_lines, summary_text
 from tests.synthetic_run import SyntheticRun, synthetic_run, with_changes
 
-FIGURES = {"throughput", "shares", "step-time", "data-wait", "bytes", "queues", "hosts"}
+FIGURES = {"throughput", "shares", "step-time", "data-wait", "loss", "bytes", "queues", "hosts"}
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&{{7*7}}"
 
 

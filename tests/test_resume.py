@@ -247,7 +247,7 @@ def test_a_disk_that_is_full_stops_the_run_with_one_line(recipe: Path) -> None:
     """resnet18 needs 90 MB: the first checkpoint fits, the second beside it does not."""
     folder = recipe.parent / "small"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=120m", "tmpfs", folder]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=120m", "tmpfs", str(folder)]
     if subprocess.run(mount, capture_output=True).returncode != 0:
         pytest.skip("needs root: a small file system to fill")
     try:

@@ -35,7 +35,7 @@ warmups = st.integers(1, 20)
 factors = st.floats(0.01, 1.0)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(full=full_rates, warmup=warmups, factor=factors)
 def test_a_warm_up_is_torchs_linear_one(full: float, warmup: int, factor: float) -> None:
     ours = LearningRate(full=full, warmup=warmup, warmup_factor=factor)
@@ -43,7 +43,7 @@ def test_a_warm_up_is_torchs_linear_one(full: float, warmup: int, factor: float)
     assert [ours(step) for step in range(STEPS)] == pytest.approx(theirs)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(full=full_rates, warmup=warmups, factor=factors, boundaries=st.sets(st.integers(1, STEPS), min_size=1))
 def test_step_decay_is_torchs_multi_step_from_the_start_of_training(
     full: float, warmup: int, factor: float, boundaries: set[int]
@@ -69,7 +69,7 @@ def test_step_decay_is_torchs_multi_step_from_the_start_of_training(
     assert [ours(step) for step in range(STEPS)] == pytest.approx(rates_of(both, full), rel=1e-6)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(
     full=full_rates, warmup=warmups, factor=factors, length=st.integers(25, STEPS), power=st.sampled_from([1.0, 2.0])
 )
@@ -93,7 +93,7 @@ def test_polynomial_decay_is_torchs_from_the_end_of_the_warm_up(
     )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(full=full_rates, length=st.integers(2, STEPS), share=st.floats(0, 1))
 def test_cosine_decay_is_torchs_and_stays_at_its_end(full: float, length: int, share: float) -> None:
     ours = LearningRate(full=full, kind="cosine", length=length, end=share * full)

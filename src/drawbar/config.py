@@ -174,9 +174,15 @@ class Input(Section):
 class Model(Section):
     name: str = "resnet50"
     """One of `drawbar.models.names.MODEL_NAMES` (`drawbar models` lists them), `torchvision:NAME` or `timm:NAME`."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """`auto`: bf16 on GPUs and on CPUs with AVX512-BF16 or AMX, fp32 elsewhere."""
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
+    """`auto`: bf16 on GPUs and on CPUs with AVX512-BF16 or AMX, fp32 elsewhere. Weights and gradients are always fp32;
+    bf16 and fp16 are autocast's. `tf32` and `fp16` need a GPU."""
+    loss_scale: float = Field(default=65536.0, ge=1, le=2**24)
+    """Of fp16 at the start. Halved when a gradient overflows, whose update is skipped; doubled after 2000 good ones."""
     channels_last: bool = True
+    """NHWC in memory; off: NCHW."""
+    compile: bool = False
+    """torch.compile. The first step compiles: it must be one of `train.warmup_steps`."""
     weights: str = ""
     """File of weights to begin with, such as a pre-trained backbone: safetensors, or what `torch.save` wrote (`.pth`),
     read without executing code from it. The classifier may have another number of classes: it then keeps its random
@@ -250,6 +256,9 @@ class Train(Section):
     """Recorded and marked, left out of the figures."""
     steps: int = Field(default=100, ge=1)
     """Measured steps, the same on every rank."""
+    accumulate: int = Field(default=1, ge=1)
+    """Parts of each batch that are trained one after another before one exchange and update; must divide `batch_size`.
+    Batch norm sees each part alone."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Share of each target that is spread evenly over all classes."""
     display_every: int = Field(default=10, ge=1)
@@ -357,6 +366,29 @@ class Summaries(Section):
         return self.verbosity > 0 and self.every_steps > 0
 
 
+class Exchange(Section):
+    """How ranks average their gradients: DistributedDataParallel's all-reduce, bucket by bucket during backward."""
+
+    bucket_mib: float = Field(default=0.0, ge=0, le=65536)
+    """Gradients sent together; 0: PyTorch's 25 MiB, after a first one of 1 MiB."""
+    compression: Literal["none", "fp16", "bf16"] = "none"
+    """Number format in which gradients are sent and added up."""
+    delayed: bool = False
+    """All buckets are sent once backward is over, so that nothing overlaps (the SSD of the V100 study)."""
+
+
+class Emulate(Section):
+    """An accelerator that is not there: batches are made and handed over, the step takes a given time, the model's
+    gradients are exchanged, and nothing is trained. Named in the result when used."""
+
+    step_s: float = Field(default=0.0, ge=0, le=3600)
+    """Of forward, backward and update together. 0: the model is really trained."""
+    gradients: bool = True
+    """As many bytes as the model has gradients are all-reduced; off: ranks do not wait for each other."""
+    backward_share: float = Field(default=2 / 3, gt=0, le=1)
+    """Part of `step_s`, at its end, in which gradients become ready, in proportion to their bytes."""
+
+
 class Launch(Section):
     ranks: int = Field(default=1, ge=1, le=4096)
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -461,6 +493,8 @@ class Recipe(Section):
     schedule: Schedule = Schedule()
     summaries: Summaries = Summaries()
     checkpoint: Checkpoint = Checkpoint()
+    exchange: Exchange = Exchange()
+    emulate: Emulate = Emulate()
     launch: Launch = Launch()
     cache: CacheState = CacheState()
     faults: Faults = Faults()
@@ -484,6 +518,18 @@ class Recipe(Section):
             size = find_model(self.model.name).image_size
             self.__dict__["input"] = self.input.model_copy(update={"image_size": size})
         self._check_detection()
+        if self.train.batch_size % self.train.accumulate:
+            raise ValueError(
+                f"train.accumulate is {self.train.accumulate}, which does not divide train.batch_size "
+                f"({self.train.batch_size})"
+            )
+        if self.emulate.step_s:
+            kept = {"checkpoint.url": self.checkpoint.url, "model.weights": self.model.weights}
+            for key, value in kept.items():
+                if value:
+                    raise ValueError(f"{key} is {value!r}, but emulate.step_s trains no model")
+        if self.model.compile and not self.train.warmup_steps:
+            raise ValueError("model.compile needs train.warmup_steps: the first step compiles, and is no measured one")
         return self
 
     def _check_detection(self) -> None:

@@ -173,6 +173,20 @@ class EndpointChange(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelBuilt(Event):
+    """What this rank trains, or makes as if it did."""
+
+    name: ClassVar[str] = "model_built"
+    model: str
+    parameters: int
+    """Those that are trained."""
+    gradient_bytes: int
+    """That the rank hands to the exchange in each step; 0: nothing is exchanged."""
+    emulated_step_s: float = 0.0
+    """How long each step is made to take; 0: the model is really trained."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Step(Event):
     """One optimizer update on this rank. Spans are consecutive and make up the step."""
 
@@ -187,7 +201,10 @@ class Step(Event):
     copy_s: float
     """Handing the batch to the device and normalising it."""
     compute_s: float
-    """Forward, backward and the gradient exchange that overlaps with it."""
+    """Forward and backward, until the last gradient of this rank is ready; what is exchanged meanwhile costs no time of
+    its own."""
+    exchange_s: float = 0.0
+    """From then until the gradients of all ranks are averaged: waiting for slower ranks is in it."""
     optimizer_s: float
     samples: int
     """Samples this rank trained in this step."""
@@ -196,7 +213,8 @@ class Step(Event):
     learning_rate: float | None = None
     """Of weights, in this update."""
     tags: list[str] = field(default_factory=list)
-    """Odd steps: `gc`, `epoch_start`, `after_checkpoint` (the first one after all ranks stood still for one)."""
+    """Odd steps: `gc`, `epoch_start`, `update_skipped` (fp16's gradients overflowed), `compiled`, `after_…` (a
+    pause)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -424,6 +442,7 @@ EVENTS: dict[str, type[Event]] = {
         Witness,
         Request,
         EndpointChange,
+        ModelBuilt,
         Step,
         BadRecord,
         Summary,

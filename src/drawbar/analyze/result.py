@@ -16,7 +16,15 @@ import numpy as np
 from drawbar.analyze.checkpoints import checkpoints_result, resumed_result, weights_result
 from drawbar.analyze.facts import Facts, load_facts
 from drawbar.analyze.failure import first_cause
-from drawbar.analyze.schema import RESULT_SCHEMA, RankResult, Result, SummariesResult, Throughput, Verdict
+from drawbar.analyze.schema import (
+    RESULT_SCHEMA,
+    ModelResult,
+    RankResult,
+    Result,
+    SummariesResult,
+    Throughput,
+    Verdict,
+)
 from drawbar.analyze.throughput import (
     accelerator_utilization,
     data_wait,
@@ -29,7 +37,7 @@ from drawbar.analyze.throughput import (
 from drawbar.analyze.timeline import RankTimeline
 from drawbar.analyze.traffic import input_totals
 from drawbar.analyze.validity import judge
-from drawbar.journal import InputTotals, Summary
+from drawbar.journal import InputTotals, ModelBuilt, Step, Summary
 
 RESULT_NAME = "result.json"
 
@@ -64,6 +72,7 @@ def result_of(facts: Facts) -> Result:
         worst_rank=waits.worst_rank if waits else None,
         worst_rank_data_wait_fraction=waits.worst if waits else None,
         au=accelerator_utilization(ranks),
+        model=_model(ranks),
         input=facts.input,
         endpoints=facts.endpoints,
         ranks=[_rank(rank, rate, total) for rank, rate, total in zip(ranks, per_rank, totals, strict=True)],
@@ -94,6 +103,22 @@ def _throughput(facts: Facts, per_rank: list[float | None]) -> Throughput:
         jitter=rate.jitter if rate else None,
         n=rate.n if rate else 0,
         per_rank=per_rank,
+    )
+
+
+def _model(ranks: list[RankTimeline]) -> ModelResult | None:
+    built: ModelBuilt | None = next((event for rank in ranks for event in rank.journal.of(ModelBuilt)), None)
+    if built is None:
+        return None
+    first: list[Step] = ranks[0].journal.of(Step)
+    compiled = [s for rank in ranks for s in rank.journal.of(Step) if "compiled" in s.tags]
+    return ModelResult(
+        name=built.model,
+        parameters=built.parameters,
+        gradient_bytes=built.gradient_bytes,
+        emulated_step_s=built.emulated_step_s or None,
+        skipped_updates=sum("update_skipped" in step.tags for step in first),
+        compiled_s=max((step.end_t - step.start_t for step in compiled), default=None),
     )
 
 

@@ -45,6 +45,9 @@ class StepShares(TypedDict):
     data_wait: float
     copy: float
     compute: float
+    """Forward and backward, and what is exchanged meanwhile."""
+    exchange: float
+    """Of gradients, once the rank's own are all ready: what nothing hides. Waiting for slower ranks is in it."""
     optimizer: float
     other: float
 
@@ -348,6 +351,21 @@ class Failure(TypedDict):
     exit_code: int
 
 
+class ModelResult(TypedDict):
+    """From the ranks' journals."""
+
+    name: str
+    parameters: int
+    gradient_bytes: int
+    """That each rank hands to the exchange in a step; 0: nothing is exchanged."""
+    emulated_step_s: float | None
+    """Null: the model was really trained. Otherwise nothing was: each step took at least this long, by the recipe."""
+    skipped_updates: int
+    """Steps of rank 0 whose update was left out as gradients overflowed (fp16), warm-up included."""
+    compiled_s: float | None
+    """Null without `model.compile`: the longest step in which a graph was compiled, over all ranks."""
+
+
 class Result(TypedDict):
     schema: int
     name: str
@@ -370,6 +388,8 @@ class Result(TypedDict):
     worst_rank: int | None
     worst_rank_data_wait_fraction: float | None
     au: float | None
+    model: ModelResult | None
+    """None where no rank came to build it."""
     input: InputResult
     endpoints: list[EndpointResult]
     ranks: list[RankResult]

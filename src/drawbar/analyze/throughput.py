@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import cast
 
 import numpy as np
 
@@ -143,11 +144,9 @@ def step_shares(steps: Steps) -> StepShares | None:
     total_s = float(steps.step_s.sum())
     if total_s <= 0:
         return None
-    data_wait, copy, compute, optimizer = (
-        float(span.sum()) / total_s for span in (steps.data_wait_s, steps.copy_s, steps.compute_s, steps.optimizer_s)
-    )
-    other = max(0.0, 1 - data_wait - copy - compute - optimizer)
-    return StepShares(data_wait=data_wait, copy=copy, compute=compute, optimizer=optimizer, other=other)
+    shares = {name: float(span.sum()) / total_s for name, span in steps.spans_s.items()}
+    other = max(0.0, 1 - sum(shares.values()))
+    return cast(StepShares, {**shares, "other": other})
 
 
 def accelerator_utilization(ranks: Sequence[RankTimeline]) -> float | None:
@@ -158,7 +157,10 @@ def accelerator_utilization(ranks: Sequence[RankTimeline]) -> float | None:
     copy and what the spans leave over count in the total only.
     """
     total_s = sum(float(rank.measured.step_s.sum()) for rank in ranks)
-    compute_s = sum(float((rank.measured.compute_s + rank.measured.optimizer_s).sum()) for rank in ranks)
+    compute_s = sum(
+        float((steps.compute_s + steps.exchange_s + steps.optimizer_s).sum())
+        for steps in (rank.measured for rank in ranks)
+    )
     return compute_s / total_s if total_s > 0 else None
 
 

@@ -214,7 +214,7 @@ def _bad_times(step: Step, previous: Step | None, *, on_host_clock: bool) -> str
     """What is wrong; empty where nothing is."""
     if step.end_t <= step.start_t:
         return "the end is not after the start"
-    if min(step.data_wait_s, step.copy_s, step.compute_s, step.optimizer_s) < 0:
+    if min(step.data_wait_s, step.copy_s, step.compute_s, step.exchange_s, step.optimizer_s) < 0:
         return "a negative span"
     paused = any(tag.startswith("after_") for tag in step.tags)
     gap_s = step.start_t - previous.end_t if previous is not None and previous.step + 1 == step.step else 0.0
@@ -270,7 +270,7 @@ def spans_make_up_the_step(facts: Facts) -> Reason | None:
     off = []
     for rank in facts.run.ranks:
         steps = rank.measured
-        spans_s = float((steps.data_wait_s + steps.copy_s + steps.compute_s + steps.optimizer_s).sum())
+        spans_s = sum(float(span.sum()) for span in steps.spans_s.values())
         total_s = float(steps.step_s.sum())
         if total_s > 0 and abs(spans_s / total_s - 1) > SPAN_TOLERANCE:
             off.append((abs(spans_s / total_s - 1), rank.rank, spans_s / total_s))
@@ -279,7 +279,7 @@ def spans_make_up_the_step(facts: Facts) -> Reason | None:
     _, rank_number, share = max(off)
     actual = f"{_percent(share)} of it on rank {rank_number}"
     severity: Severity = "invalid" if share > MAX_SPANS else "qualified"
-    return _reason("step spans", "wait, copy, compute and optimizer make up the step time", actual, severity)
+    return _reason("step spans", "wait, copy, compute, exchange and optimizer make up the step time", actual, severity)
 
 
 # --- bytes and images -------------------------------------------------------------------------------------------
@@ -461,6 +461,26 @@ def real_input(facts: Facts) -> Reason | None:
     return _reason("input", "data read from the store", actual, "qualified")
 
 
+def real_model(facts: Facts) -> Reason | None:
+    step_s = facts.run.recipe.emulate.step_s
+    if not step_s:
+        return None
+    exchanged = "" if facts.run.recipe.emulate.gradients else ", and no gradients are exchanged"
+    actual = f"an emulated accelerator: each step takes {step_s:g} s by the recipe{exchanged}"
+    return _reason("training", "a model that is trained", actual, "qualified")
+
+
+def compiled_before(facts: Facts) -> Reason | None:
+    """torch.compile takes seconds to minutes: a step in which it ran says nothing of the others."""
+    for rank in facts.run.ranks:
+        steps: list[Step] = rank.journal.of(Step)
+        late = [step for step in steps if "compiled" in step.tags and not step.warmup]
+        if late:
+            actual = f"{len(late)} measured steps of rank {rank.rank} compiled, the first of them {late[0].step}"
+            return _reason("compilation", "over before the measured steps", actual, "qualified")
+    return None
+
+
 def no_faults(facts: Facts) -> Reason | None:
     faults = facts.run.recipe.faults
     if faults.slow_rank < 0 or faults.slow_step_s <= 0:
@@ -470,7 +490,7 @@ def no_faults(facts: Facts) -> Reason | None:
 
 
 def threads_fit_cores(facts: Facts) -> Reason | None:
-    """Compute threads of all ranks on a host, where ranks compute on the CPU."""
+    """Compute threads of all ranks on a host, where ranks compute on the CPU. An emulated accelerator has none."""
     threads: dict[str, int] = {}
     cores: dict[str, int] = {}
     for rank in facts.run.ranks:
@@ -481,7 +501,10 @@ def threads_fit_cores(facts: Facts) -> Reason | None:
         cores[rank.node] = max(cores.get(rank.node, 0), _count(environment.get("num_cpus")))
     for node, count in sorted(threads.items()):
         if cores[node] and count > cores[node]:
-            actual = f"{plural(count, 'thread')} on {plural(cores[node], 'core')} of {node}"
+            actual = (
+                f"{plural(count, 'thread')} on {plural(cores[node], 'core')} of {node}: ranks take each other's time, "
+                "and scaling over ranks means nothing (emulate.step_s does without cores)"
+            )
             return _reason("compute threads", "no more than cores", actual, "qualified")
     return None
 
@@ -556,6 +579,8 @@ RULES: Sequence[Rule] = (
     endpoint_policy,
     clocks_agree,
     real_input,
+    real_model,
+    compiled_before,
     no_faults,
     resumed_together,
     resumed_alike,

@@ -53,7 +53,10 @@ def decode_threads(recipe: Recipe, local_world_size: int, device: str) -> int:
     """Cores that the host's compute threads leave free, shared by its ranks; at least 1."""
     if recipe.input.decode_threads:
         return recipe.input.decode_threads
-    compute = 1 if device == "cuda" else threads_per_rank(recipe.launch, local_world_size)
+    if recipe.emulate.step_s:
+        compute = 0
+    else:
+        compute = 1 if device == "cuda" else threads_per_rank(recipe.launch, local_world_size)
     return max(1, usable_cpus() // local_world_size - compute)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from drawbar.config import Recipe, load_recipe
 from drawbar.errors import DrawbarError, EnvironmentUnfit
-from drawbar.journal import Clock, Error, JournalWriter, RunEnd, RunStart
+from drawbar.journal import Clock, Error, JournalWriter, ModelBuilt, RunEnd, RunStart
 from drawbar.launch import last_words
 from drawbar.launch.cold import flush_unflushed
 from drawbar.launch.environment import decode_threads, describe, threads_per_rank
@@ -80,7 +80,7 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
     from drawbar.train.precision import choose_precision
 
     device = device_of_rank(recipe.launch.device, world)
-    dtype = choose_precision(recipe.model.precision, device)
+    precision = choose_precision(recipe.model.precision, device)
     threads = threads_per_rank(recipe.launch, world.local_world_size)
     decoders = decode_threads(recipe, world.local_world_size, device.type)
     torch.set_num_threads(threads)
@@ -88,7 +88,6 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
 
     phase.now = "open data"
     feed = open_feed(recipe, world, device, decoders, journal.write)
-    precision = "bf16" if dtype == torch.bfloat16 else "fp32"
     journal.write(
         RunStart(
             role="rank",
@@ -101,7 +100,7 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
             recipe_sha256=recipe.sha256(),
             dataset_sha256=feed.dataset_sha256,
             endpoint=feed.endpoint,
-            environment=describe(str(device), precision, threads, decoders)
+            environment=describe(str(device), precision.name, 0 if recipe.emulate.step_s else threads, decoders)
             | {"decoding": feed.decoding, "storage": feed.storage},
         )
     )
@@ -111,13 +110,24 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
         agree(control, recipe, world, feed.dataset_sha256)
         _write_clock(journal, control, world, "start")
         phase.now = "build model"
-        training = build_training(recipe, world, device, dtype, feed.num_records)
+        # An emulated step passes on the host, whatever the device.
+        on_gpu = device.type == "cuda" and not recipe.emulate.step_s
+        clock = CudaClock() if on_gpu else HostClock()
+        training = build_training(recipe, world, device, precision, clock, feed.num_records)
+        journal.write(
+            ModelBuilt(
+                model=recipe.model.name,
+                parameters=sum(p.numel() for p in training.model.parameters() if p.requires_grad),
+                gradient_bytes=training.gradient_bytes,
+                emulated_step_s=recipe.emulate.step_s,
+            )
+        )
         if training.weights is not None:
             journal.write(training.weights)
         phase.now = "resume"
         rounding = {
             "device": device.type,
-            "precision": precision,
+            "precision": precision.name,
             "compute threads": str(threads),
             "torch": torch.__version__,
         }
@@ -151,7 +161,6 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
             flush_unflushed(recipe, world, feed.keys, journal)
             torch.distributed.barrier(control)
             feed.start(resumed.plan)
-            clock = CudaClock() if device.type == "cuda" else HostClock()
             with _summaries(recipe, run_dir, world, training, journal) as summaries:
                 between = [each for each in (summaries, checkpoints) if each]
                 train(feed.next_batch, training.step, clock, summaries or journal, settings, on_step, between)

@@ -192,7 +192,7 @@ def copy(rank: Rank) -> Measure:
     On a GPU from pinned memory on the copy's own stream, as many in flight as training has.
     """
     pixels = ConstantFeed(rank.recipe, rank.device).next_batch()
-    dtype = choose_precision(rank.recipe.model.precision, rank.device)
+    dtype = choose_precision(rank.recipe.model.precision, rank.device).dtype
     objective = make_objective(rank.recipe, rank.device, dtype)
 
     def measure(seconds: float) -> Passed:

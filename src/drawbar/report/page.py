@@ -28,7 +28,13 @@ from drawbar.analyze.schema import Result
 from drawbar.report import words
 from drawbar.report.input_figures import queues_figure
 from drawbar.report.plot import Figure
-from drawbar.report.step_figures import data_wait_figure, shares_figure, step_time_figure, throughput_figure
+from drawbar.report.step_figures import (
+    data_wait_figure,
+    loss_figure,
+    shares_figure,
+    step_time_figure,
+    throughput_figure,
+)
 from drawbar.report.store_figures import bytes_figure, hosts_figure
 
 PAGE_NAME = "report.html"
@@ -76,6 +82,7 @@ def figures(facts: Facts, result: Result) -> dict[str, Figure]:
         shares_figure(result),
         step_time_figure(facts, result),
         data_wait_figure(facts),
+        loss_figure(facts),
         bytes_figure(result),
         queues_figure(facts),
         hosts_figure(facts),

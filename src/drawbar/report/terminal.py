@@ -184,7 +184,8 @@ def _wrapped(text: str) -> list[str]:
 
 def _total_block(result: Result) -> list[str]:
     total = result["images_per_s"]["total"]
-    return [RULE, f"total images/sec: {'-' if total is None else f'{total:.2f}'}", RULE]
+    lines = [RULE, f"total images/sec: {'-' if total is None else f'{total:.2f}'}", RULE]
+    return [*lines, *(_wrapped(words.model_sentence(result)) if words.is_emulated(result) else [])]
 
 
 def _failure_block(result: Result) -> list[str]:
@@ -304,6 +305,7 @@ def _facts_block(result: Result) -> list[str]:
     lines = [
         f"data wait: {words.percent(result['data_wait_fraction'], 1)} of the step time, "
         f"AU {words.percent(result['au'], 1)}; bottleneck {result['verdict']['stage']} (no ceilings measured)",
+        *([f"model: {model}"] if (model := words.model_sentence(result)) and not words.is_emulated(result) else []),
         f"data set: {words.data_set_sentence(result) or 'none, a constant batch'}",
         f"cache: {words.cache_sentence(result)}",
         f"bytes: {words.balance_sentence(result)}",

@@ -35,7 +35,30 @@ def headline(result: Result) -> str:
     if result["status"] != "ok":
         return {"failed": "The run failed", "interrupted": "The run was interrupted"}[result["status"]]
     total = result["images_per_s"]["total"]
-    return "No throughput was measured" if total is None else f"{number(total)} images/s"
+    if total is None:
+        return "No throughput was measured"
+    return f"{number(total)} images/s" + (", emulated" if is_emulated(result) else "")
+
+
+def is_emulated(result: Result) -> bool:
+    return result["model"] is not None and result["model"]["emulated_step_s"] is not None
+
+
+def model_sentence(result: Result) -> str:
+    """What was trained, or emulated; empty where no rank came to build it."""
+    model = result["model"]
+    if model is None:
+        return ""
+    sent = f"{megabytes(model['gradient_bytes'])} MB of gradients exchanged a step" if model["gradient_bytes"] else ""
+    sent = sent or "no gradients exchanged"
+    text = f"{model['name']}, {model['parameters']:,} parameters, {sent}"
+    if model["emulated_step_s"] is not None:
+        return f"emulated, nothing was trained: each step takes {model['emulated_step_s']:g} s by the recipe; {text}"
+    if model["compiled_s"] is not None:
+        text += f"; compiled in a step of {number(model['compiled_s'])} s"
+    if model["skipped_updates"]:
+        text += f"; {plural(model['skipped_updates'], 'update')} skipped, as gradients overflowed"
+    return text
 
 
 def rate_sentence(result: Result) -> str:
@@ -46,8 +69,9 @@ def rate_sentence(result: Result) -> str:
         who = f"Until then {who}"
     if rate["total"] is None or interval_s is None:
         return f"{who} shared no time in which all of them measured, so there is no throughput."
+    done = "took to an emulated accelerator" if is_emulated(result) else "trained"
     return (
-        f"{who} together trained {number(rate['total'])} images/s, taken over the {number(interval_s)} s in which all "
+        f"{who} together {done} {number(rate['total'])} images/s, taken over the {number(interval_s)} s in which all "
         f"of them were measuring; step by step that is {number(rate['mean'])} ± {number(rate['stderr'])} images/s "
         f"(mean ± standard error, jitter {number(rate['jitter'])}, n = {plural(rate['n'], 'step')})."
     )
@@ -93,6 +117,8 @@ def meaning_sentence(result: Result) -> str:
     if replaced:
         trained = result["input"]["trained_images"] or replaced
         counted += f" ({percent(replaced / trained, 2)} of them a second time, for want of a good record)"
+    if is_emulated(result):
+        counted = counted.replace("trained", "handed to an emulated accelerator")
     with_reasons = "; quote it with the reasons above" if result["validity"]["reasons"] else ""
     return f"This many images per second were {counted} by all ranks together{with_reasons}."
 

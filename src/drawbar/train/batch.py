@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,3 +28,7 @@ class HostBatch:
     @property
     def samples(self) -> int:
         return len(self.pixels)
+
+    def first(self, samples: int) -> HostBatch:
+        """Its first few, in the same buffers."""
+        return replace(self, pixels=self.pixels[:samples], labels=self.labels[:samples], targets=self.targets[:samples])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -15,9 +15,13 @@ from drawbar.journal import WeightsRead
 from drawbar.models.build import build_model, check_takes
 from drawbar.models.names import DETECTORS
 from drawbar.models.weights import load_weights
+from drawbar.train.clock import StepClock
 from drawbar.train.detection import DetectionObjective
+from drawbar.train.emulated import EmulatedStep, buckets_of
+from drawbar.train.exchange import Exchange
 from drawbar.train.objective import Classification, Objective
 from drawbar.train.optimizer import build_optimizer
+from drawbar.train.precision import Precision
 from drawbar.train.schedule import learning_rate
 from drawbar.train.step import Step, TrainStep
 from drawbar.world import World
@@ -34,9 +38,11 @@ class Stateful(Protocol):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
     model: nn.Module
-    """As it was built, not wrapped: what is evaluated and saved."""
+    """As it was built, not wrapped: what is evaluated and saved. On the meta device where the step is emulated."""
     optimizer: torch.optim.Optimizer
     step: Step
+    gradient_bytes: int
+    """That this rank hands to the exchange in each step; 0 where there is none."""
     state: Mapping[str, Stateful] = field(default_factory=dict)
     """What else a checkpoint must hold, the same on every rank, such as a loss scaler; by name."""
     weights: WeightsRead | None = None
@@ -44,30 +50,58 @@ class Training:
 
 
 def build_training(
-    recipe: Recipe, world: World, device: torch.device, dtype: torch.dtype, num_records: int | None
+    recipe: Recipe, world: World, device: torch.device, precision: Precision, clock: StepClock, num_records: int | None
 ) -> Training:
     """`num_records`: of the data set, None where they are not known. Needs the process group where there is more than
     one rank."""
+    precision.apply()
+    objective = make_objective(recipe, device, precision.dtype)
+    if recipe.emulate.step_s:
+        return _emulated(recipe, world, device, objective)
     model = _model(recipe)
     weights = load_weights(_pretrained_part(model), Path(recipe.model.weights)) if recipe.model.weights else None
     model = model.to(device)
     if recipe.model.channels_last:
         model = model.to(memory_format=torch.channels_last)
-    exchanged = model
-    if world.world_size > 1:
-        exchanged = nn.parallel.DistributedDataParallel(
-            model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True
-        )
+    exchange = Exchange(recipe.exchange, clock, device) if world.world_size > 1 else None
+    trained = exchange.wrap(model) if exchange else model
+    if recipe.model.compile:
+        trained = cast(nn.Module, torch.compile(trained))
     optimizer = build_optimizer(model, recipe.optimizer)
     step = TrainStep(
-        exchanged,
+        trained,
         optimizer,
-        make_objective(recipe, device, dtype),
+        objective,
         learning_rate(recipe, total_steps=recipe.train.warmup_steps + recipe.train.steps, num_records=num_records),
+        clock=clock,
         device=device,
-        dtype=dtype,
+        precision=precision,
+        exchange=exchange,
+        accumulate=recipe.train.accumulate,
+        loss_scale=recipe.model.loss_scale,
     )
-    return Training(model=model, optimizer=optimizer, step=step, weights=weights)
+    return Training(
+        model=model,
+        optimizer=optimizer,
+        step=step,
+        gradient_bytes=exchange.gradient_bytes if exchange else 0,
+        state={"loss_scaler": step.scaler} if precision.name == "fp16" else {},
+        weights=weights,
+    )
+
+
+def _emulated(recipe: Recipe, world: World, device: torch.device, objective: Objective) -> Training:
+    with torch.device("meta"):
+        model = _model(recipe)
+    shared = world.world_size > 1 and recipe.emulate.gradients
+    buckets = buckets_of(model, recipe.exchange, device) if shared else []
+    step = EmulatedStep(recipe.emulate, buckets, objective, device)
+    return Training(
+        model=model,
+        optimizer=build_optimizer(model, recipe.optimizer),
+        step=step,
+        gradient_bytes=sum(bucket.gradients.nbytes for bucket in buckets),
+    )
 
 
 def _model(recipe: Recipe) -> nn.Module:

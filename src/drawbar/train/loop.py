@@ -14,7 +14,7 @@ from drawbar.errors import RunFailed
 from drawbar.journal import Event
 from drawbar.journal import Step as StepEvent
 from drawbar.train.batch import HostBatch
-from drawbar.train.clock import CudaClock, HostClock
+from drawbar.train.clock import StepClock
 from drawbar.train.step import Step, Trained
 
 STEPS_IN_FLIGHT = 2
@@ -59,7 +59,7 @@ class LoopSettings:
 def train(
     next_batch: Batches,
     step: Step,
-    clock: HostClock | CudaClock,
+    clock: StepClock,
     journal: Journal,
     settings: LoopSettings,
     on_step: Callable[[int], None],
@@ -85,7 +85,7 @@ def train(
         if settings.slow_step_s:
             time.sleep(settings.slow_step_s)
         mark = clock.mark()
-        tags += collections.tags() + (["epoch_start"] if batch.epoch != last_epoch else [])
+        tags += [*collections.tags(), *trained.tags] + (["epoch_start"] if batch.epoch != last_epoch else [])
         last_epoch = batch.epoch
         pending.append(
             _Pending(
@@ -101,7 +101,7 @@ def train(
         )
         previous = mark
         # On a CPU the step is over; a GPU is allowed to run behind, and its buffers stay in use until it caught up.
-        while len(pending) > (STEPS_IN_FLIGHT if isinstance(clock, CudaClock) else 0):
+        while len(pending) > (STEPS_IN_FLIGHT if clock.runs_behind else 0):
             _finish(pending.popleft(), clock, journal, settings.rank)
         pauses = [pause for each in between if (pause := each.after(number)) is not None]
         tags = [pause.tag for pause in pauses]
@@ -125,34 +125,33 @@ class _Pending:
     tags: list[str]
 
 
-def _finish(step: _Pending, clock: HostClock | CudaClock, journal: Journal, rank: int) -> None:
+def _finish(step: _Pending, clock: StepClock, journal: Journal, rank: int) -> None:
+    trained, marks = step.trained, step.trained.marks
     start_t, end_t = clock.resolve(step.start), clock.resolve(step.end)
-    trained, spans = step.trained, step.trained.spans
-    loss = float(trained.loss)
+    batch_t, copied_t, computed_t, exchanged_t, updated_t = (
+        clock.resolve(mark) for mark in (marks.start, marks.copied, marks.computed, marks.exchanged, marks.updated)
+    )
+    loss = None if trained.loss is None else float(trained.loss)
     step.batch.release()
-    if isinstance(clock, CudaClock):
-        # The host's spans only enqueue; what the device did not spend waiting for data it spent computing.
-        copy_s, optimizer_s = 0.0, 0.0
-        compute_s = max(0.0, end_t - start_t - step.data_wait_s)
-    else:
-        copy_s, compute_s, optimizer_s = spans.copy_s, spans.compute_s, spans.optimizer_s
     journal.write(
         StepEvent(
             step=step.number,
             warmup=step.warmup,
             start_t=start_t,
             end_t=end_t,
-            data_wait_s=step.data_wait_s,
-            copy_s=copy_s,
-            compute_s=compute_s,
-            optimizer_s=optimizer_s,
+            # Where work runs behind the host, the host's wait may cost nothing: what counts is that of the device.
+            data_wait_s=batch_t - start_t if clock.runs_behind else step.data_wait_s,
+            copy_s=copied_t - batch_t,
+            compute_s=computed_t - copied_t,
+            exchange_s=exchanged_t - computed_t,
+            optimizer_s=updated_t - exchanged_t,
             samples=step.batch.samples,
             loss=loss,
             learning_rate=trained.learning_rate,
             tags=step.tags,
         )
     )
-    if not math.isfinite(loss):
+    if loss is not None and not math.isfinite(loss):
         raise RunFailed(
             f"loss is {loss} at step {step.number} on rank {rank}", hint="lower optimizer.learning_rate, or fp32"
         )
