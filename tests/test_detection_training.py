@@ -27,6 +27,7 @@ from drawbar.train.clock import HostClock
 from drawbar.train.detection import DetectionObjective
 from drawbar.train.detection_evaluation import DetectionEvaluation, in_image
 from drawbar.train.precision import Precision
+from drawbar.train.step import Trained
 from drawbar.world import World
 
 CPU = torch.device("cpu")
