@@ -115,6 +115,7 @@ def input_result(run: Run) -> InputResult:
         padded_images=summed("padded_images"),
         # The rank that read most decides: its second pass over its share cannot be cold.
         epochs=max(total.epochs for total in known) if complete else None,
+        eval_bytes=sum(request.got_bytes for rank in run.ranks for request in rank.requests if request.kind == "eval"),
         reread_share=reread_share(request for rank in run.ranks for request in rank.requests),
         first_batch_s=first_batch_s(run),
         reading=reading_result(run),
@@ -141,7 +142,7 @@ def reread_share(requests: Iterable[Request]) -> float | None:
 
 
 def data_set_result(run: Run) -> DataSetResult | None:
-    event = next(iter(cast(list[DataSet], run.events(DataSet))), None)
+    event = next((found for found in cast(list[DataSet], run.events(DataSet)) if found.role == "training"), None)
     if event is None:
         return None
     return DataSetResult(

@@ -13,6 +13,7 @@ import numpy as np
 
 from drawbar.analyze.endpoint_rules import endpoint_policy, storage_errors
 from drawbar.analyze.facts import Facts
+from drawbar.analyze.quality_rules import QUALITY_RULES, expected_steps
 from drawbar.analyze.schema import Grade, Reason, Severity, Validity
 from drawbar.analyze.timeline import RankTimeline
 from drawbar.analyze.traffic import input_totals
@@ -160,14 +161,17 @@ def one_data_set(facts: Facts) -> Reason | None:
 
 
 def equal_steps(facts: Facts) -> Reason | None:
-    """Every rank finished all steps of the recipe, each once, in order."""
-    train = facts.run.recipe.train
-    expected = np.arange(train.warmup_steps + train.steps)
+    """Every rank finished all steps of the recipe, or all up to the one that met its target, each once, in order."""
+    total = expected_steps(facts)
+    if total is None:
+        return _reason("equal steps", "a known number of records an epoch", "not recorded", "invalid")
+    warmup = min(facts.run.recipe.train.warmup_steps, total)
+    expected = np.arange(total)
 
     def complete(rank: RankTimeline) -> bool:
         return (
-            len(rank.warmup) == train.warmup_steps
-            and len(rank.measured) == train.steps
+            len(rank.warmup) == warmup
+            and len(rank.measured) == total - warmup
             and bool(np.array_equal(np.concatenate([rank.warmup.step, rank.measured.step]), expected))
         )
 
@@ -176,7 +180,7 @@ def equal_steps(facts: Facts) -> Reason | None:
         return None
     counts = ", ".join(f"rank {rank.rank}: {len(rank.warmup)} + {len(rank.measured)}" for rank in wrong[:4])
     counts += ", …" if len(wrong) > 4 else ""
-    return _reason("equal steps", f"{train.warmup_steps} warm-up + {train.steps} on every rank", counts, "invalid")
+    return _reason("equal steps", f"{warmup} warm-up + {total - warmup} on every rank", counts, "invalid")
 
 
 def whole_batches(facts: Facts) -> Reason | None:
@@ -192,7 +196,8 @@ def whole_batches(facts: Facts) -> Reason | None:
 
 
 def steps_follow_each_other(facts: Facts) -> Reason | None:
-    """The loop starts a step with the mark that ended the one before, so every second belongs to one step."""
+    """The loop starts a step with the mark that ended the one before, so every second belongs to one step, or to a
+    pause that the next step is marked with."""
     for rank in facts.run.ranks:
         previous: Step | None = None
         for step in sorted(rank.journal.of(Step), key=attrgetter("step")):
@@ -209,8 +214,10 @@ def _bad_times(step: Step, previous: Step | None, *, on_host_clock: bool) -> str
         return "the end is not after the start"
     if min(step.data_wait_s, step.copy_s, step.compute_s, step.optimizer_s) < 0:
         return "a negative span"
-    if previous is not None and previous.step + 1 == step.step and abs(step.start_t - previous.end_t) > SAME_TIME_S:
-        return f"{step.start_t - previous.end_t:.3g} s between the two"
+    if previous is not None and previous.step + 1 == step.step:
+        between_s = step.start_t - previous.end_t
+        if between_s < -SAME_TIME_S or (between_s > SAME_TIME_S and not step.after_pause):
+            return f"{between_s:.3g} s between the two"
     # A GPU's clock drifts against the host's, on which the line was written.
     if on_host_clock and step.end_t > step.t + SAME_TIME_S:
         return "an end after its own line was written"
@@ -235,9 +242,9 @@ def enough_steps(facts: Facts) -> Reason | None:
 
 
 def long_enough(facts: Facts) -> Reason | None:
-    if facts.interval is None or facts.interval.length_s >= MIN_INTERVAL_S:
+    if facts.interval is None or facts.interval.measured_s >= MIN_INTERVAL_S:
         return None
-    actual = f"too short to trust: {facts.interval.length_s:.3g} s"
+    actual = f"too short to trust: {facts.interval.measured_s:.3g} s"
     return _reason("measured interval", f"at least {MIN_INTERVAL_S:g} s", actual, "qualified")
 
 
@@ -414,6 +421,9 @@ def shown_cold(facts: Facts) -> Reason | None:
 
 def read_once_when_cold(facts: Facts) -> Reason | None:
     share = facts.input["reread_share"]
+    if facts.run.recipe.quality.target:
+        # Time to quality is epoch after epoch by its nature: the start is cold, no more is said.
+        return None
     if facts.cache["wanted"] != "cold" or share is None or share <= MAX_REREAD:
         return None
     actual = f"{_percent(share, 1)} of the data bytes were read again"
@@ -528,6 +538,7 @@ RULES: Sequence[Rule] = (
     no_faults,
     shown_cold,
     read_once_when_cold,
+    *QUALITY_RULES,
     storage_errors,
     no_bad_images,
     whole_data_set,

@@ -35,8 +35,11 @@ class DecodePool:
         num_classes: int,
         seed: int,
         downstream: Callable[[], float] = lambda: 0.0,
+        evaluate: bool = False,
     ) -> None:
-        """`downstream`: seconds so far in which nothing could be given to the pool because its output was full."""
+        """`downstream`: seconds so far in which nothing could be given to the pool because its output was full.
+        `evaluate`: the central crop of each image instead of a random one."""
+        self._evaluate = evaluate
         self._samples = samples
         self._num_classes, self._seed, self._downstream = num_classes, seed, downstream
         self._tasks: queue.SimpleQueue[tuple[Batch, int, int] | None] = queue.SimpleQueue()
@@ -108,9 +111,12 @@ class DecodePool:
                 f"{record.key} at byte {record.offset}: label {example.label} is out of range 1..{self._num_classes}",
                 hint="set data.num_classes to the number of classes of this set",
             )
-        draws = RecordRandom(self._seed, record.epoch, record.shard, record.offset)
         try:
-            self._samples.train(example.encoded, draws, out, boxes)
+            if self._evaluate:
+                self._samples.evaluate(example.encoded, out)
+            else:
+                draws = RecordRandom(self._seed, record.epoch, record.shard, record.offset)
+                self._samples.train(example.encoded, draws, out, boxes)
         except BadImage as error:
             raise DataError(f"{record.key} at byte {record.offset}: cannot decode image: {error}") from None
         label[0] = example.label - 1

@@ -38,11 +38,18 @@ from drawbar.input.stages import Blocked, Stage
 from drawbar.journal import InputReport, InputStage, InputTotals
 from drawbar.storage.reader import Reader
 
-__all__ = ["Batch", "Loader", "ReadPlan", "Record"]
+__all__ = ["Batch", "EndOfSet", "Loader", "ReadPlan", "Record"]
+
+
+class EndOfSet(Exception):
+    """Every record of a set that is read once has been given out."""
 
 
 class Loader:
-    """Feeds one rank. `next_batch` raises the first error of any stage; `close` stops, drains and counts."""
+    """Feeds one rank. `next_batch` raises the first error of any stage; `close` stops, drains and counts.
+
+    A plan that reads its set `once` gives evaluation samples, a last batch that may be smaller, and then EndOfSet.
+    """
 
     def __init__(
         self,
@@ -80,6 +87,7 @@ class Loader:
             num_classes=num_classes,
             seed=input.seed,
             downstream=self._blocked.total_s,
+            evaluate=plan.once,
         )
         self._shuffle = Stage(name="shuffle", queue_capacity=-(-input.shuffle_buffer // plan.world_size))
         self._batch = Stage(name="batch", queue_capacity=input.prefetch_batches)
@@ -103,7 +111,8 @@ class Loader:
         return self._trained_bytes
 
     def next_batch(self, timeout_s: float) -> Batch:
-        """The next decoded batch. Raises DataError or a storage error of a stage; RunFailed after `timeout_s`."""
+        """The next decoded batch. Raises DataError or a storage error of a stage; RunFailed after `timeout_s`; EndOfSet
+        once after the last batch of a set that is read once."""
         # A look at the queue's own list, without its lock: how many there are decoded, give or take one.
         self._batch.look(sum(isinstance(item, Batch) and item.decoded for item in tuple(self._ready.queue)))
         try:
@@ -185,6 +194,7 @@ class Loader:
         try:
             for batch in self._batches(in_turn(self._fetcher)):
                 self._put(batch)
+            self._put(EndOfSet())
         except Stopped:
             pass
         except BaseException as error:
@@ -205,13 +215,17 @@ class Loader:
             for record in itertools.islice(records, size):
                 self._batched_bytes += record.framed_bytes
                 taken.append(record)
+            if not taken:
+                return
+            if len(taken) < size:
+                images = images[: len(taken)]
             taken_t, after_s = clock(), self._records.stage.busy_s + self._fetcher.wait_s
-            batch = Batch(images=images, labels=np.empty(size, np.int64), records=taken, epoch=taken[-1].epoch)
+            batch = Batch(images=images, labels=np.empty(len(taken), np.int64), records=taken, epoch=taken[-1].epoch)
             taken_bytes = batch.framed_bytes
             self._shuffle.look(self._records.num_held)
             self._shuffle.busy_s += taken_t - begin_t - (after_s - before_s)
             for stage in (self._shuffle, self._batch):
-                stage.items += size
+                stage.items += len(taken)
                 stage.bytes += taken_bytes
             self._pool.submit(batch)
             self._batch.busy_s += clock() - taken_t

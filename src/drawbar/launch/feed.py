@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ import torch
 
 from drawbar.config import Recipe
 from drawbar.dataset.index import INDEX_VARIABLE, ShardIndex
-from drawbar.dataset.listing import split_pattern
+from drawbar.dataset.listing import Listing, split_pattern
 from drawbar.input.libjpeg import Pixels
 from drawbar.input.loader import Loader, ReadPlan
 from drawbar.input.memory import MemoryReader
@@ -23,7 +24,7 @@ from drawbar.launch.environment import EMBEDDED_ENDPOINTS
 from drawbar.launch.listing import list_place
 from drawbar.storage.environment import Connection, Credentials, environment_endpoint
 from drawbar.storage.reader import CountedReader, Reader
-from drawbar.storage.stores import open_place
+from drawbar.storage.stores import Place, open_place
 from drawbar.storage.urls import parse_url
 from drawbar.train.batch import HostBatch
 from drawbar.world import World
@@ -39,6 +40,8 @@ class Feed(Protocol):
     """How images are decoded, `input.image_decoder.Decoding`; None where nothing is."""
     storage: dict[str, Any]
     """What the store is talked to with, environment and defaults included; no secret."""
+    num_records: int | None
+    """Of the data set; None where they are not known, or there is none."""
 
     def start(self) -> None:
         """Begins reading."""
@@ -63,6 +66,7 @@ class ConstantFeed:
 
     endpoint = ""
     dataset_sha256 = "constant"
+    num_records: int | None = None
     decoding: dict[str, Any] | None = None
     storage: dict[str, Any] = {}  # noqa: RUF012 (an instance never changes it)
 
@@ -105,6 +109,33 @@ def addresses(recipe: Recipe) -> list[str]:
     return list(recipe.storage.endpoints)
 
 
+@dataclass(frozen=True, kw_only=True)
+class OpenSet:
+    """A set of shards as one rank reaches and sees it."""
+
+    places: list[Place]
+    """One through each endpoint, in the recipe's order; one for a folder."""
+    reader: CountedReader
+    listing: Listing
+    """With record sizes from the launcher's index where there is one."""
+    credentials: Credentials | None
+
+
+def open_set(recipe: Recipe, url: str, index_variable: str, rank: int, record: Callable[[Event], None]) -> OpenSet:
+    """Lists the shards under `url` through this rank's endpoint. `index_variable` names the file of their index."""
+    on_s3 = parse_url(url).on_s3
+    url, pattern = split_pattern(url)
+    credentials = Credentials.from_environment() if on_s3 else None
+    endpoints = addresses(recipe) if on_s3 else [None]
+    places = [open_place(url, address, credentials, recipe.storage) for address in endpoints]
+    reader = CountedReader(places, recipe.storage, record, record, rank=rank)
+    listing = list_place(reader.home, url, lambda key, size: reader.get(key, 0, size, kind="metadata"), pattern)
+    index = os.environ.get(index_variable)
+    if index:
+        listing = ShardIndex.load(Path(index)).apply(listing)
+    return OpenSet(places=places, reader=reader, listing=listing, credentials=credentials)
+
+
 class DataFeed:
     """Real records from this rank's endpoint."""
 
@@ -113,29 +144,19 @@ class DataFeed:
     ) -> None:
         self._recipe, self._world, self._decoders = recipe, world, decoders
         self._pinned = device.type == "cuda"
-        on_s3 = parse_url(recipe.data.url).on_s3
-        url, pattern = split_pattern(recipe.data.url)
-        credentials = Credentials.from_environment() if on_s3 else None
-        places = [
-            open_place(url, address, credentials, recipe.storage)
-            for address in (addresses(recipe) if on_s3 else [None])
-        ]
-        self._reader = CountedReader(places, recipe.storage, record, record, rank=world.rank)
-        self._listing = list_place(
-            self._reader.home, url, lambda key, size: self._reader.get(key, 0, size, kind="metadata"), pattern
-        )
-        index = os.environ.get(INDEX_VARIABLE)
-        if index:
-            self._listing = ShardIndex.load(Path(index)).apply(self._listing)
+        found = open_set(recipe, recipe.data.url, INDEX_VARIABLE, world.rank, record)
+        self._reader, self._listing = found.reader, found.listing
         self._samples = SampleMaker(recipe.input)
         self.decoding: dict[str, Any] | None = dataclasses.asdict(self._samples.decoding)
         self._loader: Loader | None = None
-        self.endpoint = self._reader.home.endpoint if recipe.storage.policy == "rank" or not on_s3 else ""
+        pinned_to_home = recipe.storage.policy == "rank" or found.credentials is None
+        self.endpoint = self._reader.home.endpoint if pinned_to_home else ""
         self.dataset_sha256 = self._listing.sha256
+        self.num_records = self._listing.num_records
         self.storage = {
             "policy": recipe.storage.policy,
-            "endpoints": [place.endpoint for place in places],
-            "region": credentials.region if credentials else "",
+            "endpoints": [place.endpoint for place in found.places],
+            "region": found.credentials.region if found.credentials else "",
             **dataclasses.asdict(Connection.of(recipe.storage)),
         }
 

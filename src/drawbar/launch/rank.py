@@ -16,9 +16,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+import psutil
+
 from drawbar.config import Recipe, load_recipe
 from drawbar.errors import DrawbarError, EnvironmentUnfit
-from drawbar.journal import Clock, Error, JournalWriter, RunEnd, RunStart
+from drawbar.journal import Clock, Error, JournalWriter, RunEnd, RunStart, TrainingStart
 from drawbar.launch import last_words
 from drawbar.launch.environment import decode_threads, describe, threads_per_rank
 from drawbar.world import World
@@ -64,12 +66,16 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
     phase.now = "import torch"
     import torch
 
+    from drawbar.epochs import EvalPlan
     from drawbar.input.device import device_of_rank
+    from drawbar.launch.eval_feed import EvalFeed
     from drawbar.launch.feed import open_feed
     from drawbar.train.build import build_training
     from drawbar.train.clock import CudaClock, HostClock
-    from drawbar.train.loop import LoopSettings, train
+    from drawbar.train.evaluate import ImageEvaluation
+    from drawbar.train.loop import Between, LoopSettings, train
     from drawbar.train.precision import choose_precision
+    from drawbar.train.quality import Evaluations
 
     device = device_of_rank(recipe.launch.device, world)
     dtype = choose_precision(recipe.model.precision, device)
@@ -80,6 +86,8 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
 
     phase.now = "open data"
     feed = open_feed(recipe, world, device, decoders, journal.write)
+    eval_feed = EvalFeed(recipe, world, device, decoders, journal.write) if recipe.data.eval_url else None
+    plan = EvalPlan.of(recipe, feed.num_records)
     precision = "bf16" if dtype == torch.bfloat16 else "fp32"
     journal.write(
         RunStart(
@@ -100,13 +108,13 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
 
     phase.now = "meet the other ranks"
     with _process_group(recipe, device) as control:
-        agree(control, recipe, world, feed.dataset_sha256)
+        agree(control, recipe, world, feed.dataset_sha256, eval_feed.dataset_sha256 if eval_feed else "")
         _write_clock(journal, control, world, "start")
         phase.now = "build model"
         training = build_training(recipe, world, device, dtype)
         settings = LoopSettings(
             warmup_steps=recipe.train.warmup_steps,
-            steps=recipe.train.steps,
+            steps=plan.total_steps - recipe.train.warmup_steps,
             rank=world.rank,
             slow_step_s=recipe.faults.slow_step_s if world.rank == recipe.faults.slow_rank else 0.0,
         )
@@ -114,11 +122,34 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
         def on_step(number: int) -> None:
             phase.now = f"step {number}"
 
+        def on_evaluation(step: int) -> None:
+            phase.now = f"evaluation after step {step}"
+
+        between: list[Between] = []
+        if eval_feed is not None:
+            evaluation = ImageEvaluation(
+                training.model, eval_feed.batches, training.to_device, device=device, dtype=dtype, control=control
+            )
+            between.append(
+                Evaluations(
+                    evaluation,
+                    eval_feed,
+                    due=plan.due,
+                    target=recipe.quality.targets,
+                    journal=journal,
+                    device=device,
+                    control=control,
+                    on_evaluation=on_evaluation,
+                )
+            )
+
         with _host_counters(run_dir, control, world):
             torch.distributed.barrier(control)
+            # From here on data are read.
+            journal.write(TrainingStart(init_s=time.time() - psutil.Process().create_time()))
             feed.start()
             clock = CudaClock() if device.type == "cuda" else HostClock()
-            train(feed.next_batch, training.step, clock, journal, settings, on_step)
+            train(feed.next_batch, training.step, clock, journal, settings, on_step, between)
             phase.now = "drain input"
             for event in feed.close():
                 journal.write(event)
@@ -146,13 +177,20 @@ def _process_group(recipe: Recipe, device: torch.device) -> Iterator[ProcessGrou
     dist.destroy_process_group()
 
 
-def agree(control: ProcessGroup, recipe: Recipe, world: World, dataset_sha256: str) -> None:
+def agree(
+    control: ProcessGroup, recipe: Recipe, world: World, dataset_sha256: str, validation_sha256: str = ""
+) -> None:
     """Raises EnvironmentUnfit unless as many ranks met as the recipe asks for, all with one recipe and one data set."""
     import torch.distributed as dist
 
     if world.world_size != recipe.launch.ranks:
         raise EnvironmentUnfit(f"the recipe asks for {recipe.launch.ranks} ranks, {world.world_size} were started")
-    mine = {"recipe": recipe.sha256(), "data set": dataset_sha256, "Drawbar": describe()["drawbar"]}
+    mine = {
+        "recipe": recipe.sha256(),
+        "data set": dataset_sha256,
+        "validation set": validation_sha256,
+        "Drawbar": describe()["drawbar"],
+    }
     theirs: list[dict[str, str]] = [{} for _ in range(world.world_size)]
     dist.all_gather_object(theirs, mine, group=control)
     for rank, other in enumerate(theirs):

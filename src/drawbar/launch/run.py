@@ -20,12 +20,32 @@ import psutil
 
 from drawbar.config import Recipe
 from drawbar.config import Storage as StorageSettings
-from drawbar.dataset.index import INDEX_NAME, INDEX_VARIABLE, ShardIndex, find_or_scan
+from drawbar.dataset.index import (
+    EVAL_INDEX_NAME,
+    EVAL_INDEX_VARIABLE,
+    INDEX_NAME,
+    INDEX_VARIABLE,
+    ShardIndex,
+    find_or_scan,
+)
 from drawbar.dataset.listing import Listing, split_pattern
 from drawbar.dataset.manifest import Manifest
+from drawbar.epochs import EvalPlan, run_steps
 from drawbar.errors import DrawbarError, EnvironmentUnfit, InputError, Interrupted, RunFailed
 from drawbar.input.plan import check_plan
-from drawbar.journal import Cache, Clock, DataSet, Error, JournalWriter, Request, RunEnd, RunStart, Step, Witness
+from drawbar.journal import (
+    Cache,
+    Clock,
+    DataSet,
+    Error,
+    Evaluation,
+    JournalWriter,
+    Request,
+    RunEnd,
+    RunStart,
+    Step,
+    Witness,
+)
 from drawbar.launch.environment import EMBEDDED_ENDPOINTS, describe, rank_environment
 from drawbar.launch.listing import list_place
 from drawbar.launch.tail import JournalTail
@@ -66,7 +86,15 @@ class Storage:
     listing: Listing | None
     """None with a constant batch; with record sizes from the index where there is one."""
     index: ShardIndex | None = None
-    """Of a set without a manifest, where ranks share its shards."""
+    """Of a set without a manifest, where ranks share its shards, or its records must be counted."""
+    validation: Listing | None = None
+    """What lies under `data.eval_url`."""
+    validation_index: ShardIndex | None = None
+
+    @property
+    def num_records(self) -> int | None:
+        """Of the training set."""
+        return self.listing.num_records if self.listing else None
 
 
 def run(recipe: Recipe, storage: Storage, run_dir: Path, console: Console) -> None:
@@ -100,14 +128,17 @@ def _run(recipe: Recipe, storage: Storage, run_dir: Path, journal: JournalWriter
         )
     )
     if storage.listing is not None:
-        journal.write(_data_set(storage.listing))
+        journal.write(_data_set(storage.listing, "training"))
+        if storage.validation is not None:
+            journal.write(_data_set(storage.validation, "validation"))
         if missing := storage.listing.missing:
             console.line(f"note: shards are missing, by the others' numbers: {len(missing)}, such as {missing[0]}")
     console.status("making the start cold" if recipe.cache.start == "cold" else "starting")
     storage = make_cold(recipe, storage, journal)
     write_witnesses(storage.store, "before", journal)
     env = environment_of_ranks(recipe, storage, run_dir)
-    watch(Torchrun(run_dir, recipe.launch.ranks, env), recipe, run_dir, console)
+    ranks = Torchrun(run_dir, recipe.launch.ranks, env)
+    watch(ranks, recipe, run_dir, console, total_steps=run_steps(recipe, storage.num_records))
     write_witnesses(storage.store, "after", journal)
 
 
@@ -116,15 +147,20 @@ def environment_of_ranks(recipe: Recipe, storage: Storage, folder: Path) -> dict
     env = rank_environment(recipe, os.environ, recipe.launch.ranks)
     if storage.credentials is not None:
         env = storage.credentials.added_to(env) | {EMBEDDED_ENDPOINTS: ",".join(storage.endpoints)}
-    if storage.index is not None:
-        path = (folder / INDEX_NAME).resolve()
-        path.write_text(storage.index.dumps())
-        env[INDEX_VARIABLE] = str(path)
+    for index, name, variable in (
+        (storage.index, INDEX_NAME, INDEX_VARIABLE),
+        (storage.validation_index, EVAL_INDEX_NAME, EVAL_INDEX_VARIABLE),
+    ):
+        if index is not None:
+            path = (folder / name).resolve()
+            path.write_text(index.dumps())
+            env[variable] = str(path)
     return env
 
 
-def _data_set(listing: Listing) -> DataSet:
+def _data_set(listing: Listing, role: str) -> DataSet:
     return DataSet(
+        role=role,
         shards=len(listing.shards),
         size_bytes=listing.size_bytes,
         records=listing.num_records,
@@ -164,29 +200,52 @@ def new_run_dir(run_dir: Path) -> Iterator[None]:
 def check_storage(recipe: Recipe, status: Callable[[str], None] = lambda text: None) -> Storage:
     """Finds store, credentials and shards; every endpoint that a rank will use must answer and show the same shards.
 
-    Fewer shards than ranks without a manifest are read through here, and indexed, unless that was done before.
+    Fewer shards than ranks without a manifest are read through here, and indexed, unless that was done before; so is
+    any set without one whose records must be counted.
 
-    Raises InputError or EnvironmentUnfit naming the endpoint, bucket or shard; DataError for a damaged one.
+    Raises InputError or EnvironmentUnfit naming the endpoint, bucket or shard; DataError for a damaged one; RecipeError
+    where epochs and evaluations do not fit the sets.
     """
     if recipe.input.source == "constant":
         return Storage(endpoints=[], credentials=None, store=None, listing=None)
     found = _find_storage(recipe)
     assert found.listing is not None  # noqa: S101
     if found.listing.manifest is not None:
-        _check_fits(recipe, found.listing.manifest)
-    if found.listing.manifest is None and len(found.listing.shards) < recipe.launch.ranks:
-        status("indexing the shards: they have no manifest, and ranks must share them")
-        index = _index(recipe, found)
+        _check_fits(recipe, recipe.data.url, found.listing.manifest)
+    counted = recipe.epochs > 0 or bool(recipe.data.eval_url and not recipe.eval.every_steps)
+    if found.listing.manifest is None and (counted or len(found.listing.shards) < recipe.launch.ranks):
+        status("indexing the shards: they have no manifest, and ranks must share them, or records must be counted")
+        index = _index(recipe, recipe.data.url, found, found.listing)
         if index is not None:
             found = replace(found, listing=index.apply(found.listing), index=index)
     assert found.listing is not None  # noqa: S101
     check_plan(found.listing.shards, world_size=recipe.launch.ranks, batch_size=recipe.train.batch_size)
-    return found
+    EvalPlan.of(recipe, found.listing.num_records)
+    return _with_validation(recipe, found, status) if recipe.data.eval_url else found
 
 
-def _check_fits(recipe: Recipe, manifest: Manifest) -> None:
+def _with_validation(recipe: Recipe, storage: Storage, status: Callable[[str], None]) -> Storage:
+    url = recipe.data.eval_url
+    try:
+        listing = _list_everywhere(recipe, url, storage.endpoints, storage.credentials)
+    except DrawbarError as error:
+        raise type(error)(f"validation set (data.eval_url): {error.message}", hint=error.hint) from error
+    if listing.manifest is not None:
+        _check_fits(recipe, url, listing.manifest)
+        trained = storage.listing.manifest if storage.listing else None
+        if trained is not None and trained.labels != listing.manifest.labels:
+            raise InputError(
+                f"{recipe.data.url} and {url} do not number the same classes alike, by their manifests",
+                hint="pack both from folders with the same classes, or with one list of labels",
+            )
+        return replace(storage, validation=listing)
+    status("indexing the validation shards: they have no manifest, and their images must be counted")
+    index = _index(recipe, url, storage, listing)
+    return replace(storage, validation=index.apply(listing) if index else listing, validation_index=index)
+
+
+def _check_fits(recipe: Recipe, url: str, manifest: Manifest) -> None:
     """Says before ranks are started what each record would say in them."""
-    url = recipe.data.url
     if manifest.record_schema != "imagenet":
         raise InputError(
             f"{url} holds records for object detection; model {recipe.model.name} needs one label an image",
@@ -194,16 +253,15 @@ def _check_fits(recipe: Recipe, manifest: Manifest) -> None:
         )
     if manifest.num_classes > recipe.data.num_classes:
         raise InputError(
-            f"the set has {manifest.num_classes} classes, data.num_classes is {recipe.data.num_classes}",
+            f"{url} has {manifest.num_classes} classes, data.num_classes is {recipe.data.num_classes}",
             hint=f"--set data.num_classes={manifest.num_classes}",
         )
 
 
 def _find_storage(recipe: Recipe) -> Storage:
     settings = recipe.storage
-    url, pattern = split_pattern(recipe.data.url)
-    if not parse_url(url).on_s3:
-        listing = list_place(open_place(url, None, None, settings), url, pattern=pattern)
+    if not parse_url(recipe.data.url).on_s3:
+        listing = _list_everywhere(recipe, recipe.data.url, [], None)
         return Storage(endpoints=[], credentials=None, store=None, listing=listing)
     store = None
     if settings.endpoints == "embedded":
@@ -214,13 +272,22 @@ def _find_storage(recipe: Recipe) -> Storage:
         named = settings.endpoints
         endpoints = [environment_endpoint()] if isinstance(named, str) else list(named)
         credentials = Credentials.from_environment()
+    listing = _list_everywhere(recipe, recipe.data.url, endpoints, credentials)
+    return Storage(endpoints=endpoints, credentials=credentials, store=store, listing=listing)
+
+
+def _list_everywhere(recipe: Recipe, url: str, endpoints: list[str], credentials: Credentials | None) -> Listing:
+    """What lies under `url`, the same through every endpoint that a rank will use; without endpoints, as it is."""
+    settings = recipe.storage
+    if not endpoints:
+        return list_at(recipe, url, None, None)
     used = endpoints[: recipe.launch.ranks] if settings.policy == "rank" else endpoints
-    listings = [list_at(recipe, endpoint, credentials) for endpoint in used]
+    listings = [list_at(recipe, url, endpoint, credentials) for endpoint in used]
     for endpoint, listing in zip(used, listings, strict=True):
         if listing.sha256 != listings[0].sha256:
             raise EnvironmentUnfit(f"endpoints show different data: {endpoints[0]} and {endpoint} under {url}")
         _check_versions(settings, listings[0], listing, f"{endpoints[0]} and {endpoint}")
-    return Storage(endpoints=endpoints, credentials=credentials, store=store, listing=listings[0])
+    return listings[0]
 
 
 def _check_versions(settings: StorageSettings, first: Listing, other: Listing, where: str) -> None:
@@ -232,19 +299,18 @@ def _check_versions(settings: StorageSettings, first: Listing, other: Listing, w
             )
 
 
-def _index(recipe: Recipe, storage: Storage) -> ShardIndex | None:
+def _index(recipe: Recipe, url: str, storage: Storage, listing: Listing) -> ShardIndex | None:
     """Of the shards of a set without a manifest; None where one is compressed."""
-    assert storage.listing is not None  # noqa: S101
-    url, _ = split_pattern(recipe.data.url)
+    folder, _ = split_pattern(url)
     endpoint = storage.endpoints[0] if storage.endpoints else None
-    place = open_place(url, endpoint, storage.credentials, recipe.storage)
+    place = open_place(folder, endpoint, storage.credentials, recipe.storage)
     reader = CountedReader(place, recipe.storage, _uncounted)
     return find_or_scan(
-        recipe.data.url,
-        storage.listing,
+        url,
+        listing,
         reader.get,
         window_bytes=_FILE_WINDOW_BYTES
-        if parse_url(url).is_folder
+        if parse_url(folder).is_folder
         else recipe.storage.request_bytes or _SCAN_REQUEST_BYTES,
         threads=recipe.storage.read_ahead or _SCAN_THREADS,
     )
@@ -259,9 +325,9 @@ def reserve(storage: Storage) -> AbstractContextManager[None]:
     return embedded.reserved(storage.store.directory) if storage.store else nullcontext()
 
 
-def list_at(recipe: Recipe, endpoint: str, credentials: Credentials) -> Listing:
-    url, pattern = split_pattern(recipe.data.url)
-    return list_place(open_place(url, endpoint, credentials, recipe.storage), url, pattern=pattern)
+def list_at(recipe: Recipe, url: str, endpoint: str | None, credentials: Credentials | None) -> Listing:
+    folder, pattern = split_pattern(url)
+    return list_place(open_place(folder, endpoint, credentials, recipe.storage), folder, pattern=pattern)
 
 
 def embedded_dir(recipe: Recipe) -> Path:
@@ -271,7 +337,7 @@ def embedded_dir(recipe: Recipe) -> Path:
 def make_cold(recipe: Recipe, storage: Storage, journal: JournalWriter) -> Storage:
     """Flushes what can be flushed and writes down what was done; returns the storage, restarted where it was ours."""
     wanted = recipe.cache.start
-    read_before = storage.index.read_bytes if storage.index else 0
+    read_before = sum(index.read_bytes for index in (storage.index, storage.validation_index) if index)
     scanned = f"the launcher read {read_before / 1e6:.1f} MB of the shards before, to index them" if read_before else ""
 
     def write(method: str, resident_fraction: float | None = None, note: str = "") -> None:
@@ -288,7 +354,11 @@ def make_cold(recipe: Recipe, storage: Storage, journal: JournalWriter) -> Stora
         write("nothing flushed", note="server cache unknown: this store is not ours to flush")
     else:
         folder = parse_url(split_pattern(recipe.data.url)[0]).folder
-        files = [folder / shard.key for shard in storage.listing.shards]
+        files = [
+            parse_url(split_pattern(url)[0]).folder / shard.key
+            for url, listing in ((recipe.data.url, storage.listing), (recipe.data.eval_url, storage.validation))
+            for shard in (listing.shards if listing else ())
+        ]
         write(page_cache.flush(files), page_cache.resident_fraction(files), page_cache.doubt(folder))
     return storage
 
@@ -318,13 +388,13 @@ def settled_counts(store: embedded.EmbeddedStore, *, silent_ok: bool, deadline_s
             return counts
 
 
-def watch(torchrun: Torchrun, recipe: Recipe, run_dir: Path, console: Console) -> None:
+def watch(torchrun: Torchrun, recipe: Recipe, run_dir: Path, console: Console, *, total_steps: int) -> None:
     """Shows progress until the ranks are done. Raises RunFailed or Interrupted once all of them are gone."""
     train = recipe.train
     printer = StepPrinter(
         world_size=recipe.launch.ranks,
         warmup_steps=train.warmup_steps,
-        steps=train.steps,
+        steps=total_steps - train.warmup_steps,
         display_every=train.display_every,
     )
     tail = JournalTail(run_dir)
@@ -342,7 +412,7 @@ def watch(torchrun: Torchrun, recipe: Recipe, run_dir: Path, console: Console) -
                 stall.note(rank, event)
                 for line in printer.feed(rank, event):
                     console.line(line)
-                if isinstance(event, Clock | Step):
+                if isinstance(event, Clock | Step | Evaluation):
                     console.status(printer.progress())
             stall.check()
     except BaseException:

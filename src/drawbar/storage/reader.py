@@ -55,7 +55,7 @@ class Reader(Protocol):
     @property
     def failed_bytes(self) -> int: ...
 
-    def get(self, key: str, start: int, end: int, *, kind: str = "data", e_tag: str = "") -> bytes: ...
+    def get(self, key: str, start: int, end: int, *, kind: str = "", e_tag: str = "") -> bytes: ...
 
     def reread(self, key: str, start: int, end: int, why: str, *, e_tag: str = "") -> bytes: ...
 
@@ -73,11 +73,14 @@ class CountedReader:
         changed: Callable[[EndpointChange], None] = lambda change: None,
         *,
         rank: int = 0,
+        kind: str = "data",
     ) -> None:
         """`places` are one bucket through each endpoint, in the recipe's order. `record` gets every request when it
-        ended, `changed` what became of endpoints; both from any thread."""
+        ended, `changed` what became of endpoints; both from any thread. `kind` is what the journal calls ranges of
+        shards, `data` or `eval`."""
         self._places = [places] if isinstance(places, Place) else list(places)
         self._settings = settings
+        self._kind = kind
         self._record, self._changed = record, changed
         self._pool = EndpointPool(
             [place.endpoint for place in self._places],
@@ -103,14 +106,15 @@ class CountedReader:
         """The one that policy `rank` gives this rank; what is listed is listed there."""
         return self._places[self._pool.home]
 
-    def get(self, key: str, start: int, end: int, *, kind: str = "data", e_tag: str = "") -> bytes:
-        """Bytes [start, end) of an object, which must still be the version with this ETag where one is given.
+    def get(self, key: str, start: int, end: int, *, kind: str = "", e_tag: str = "") -> bytes:
+        """Bytes [start, end) of an object, which must still be the version with this ETag where one is given. `kind`:
+        where it is no range of a shard.
 
         Raises InputError (not there), DataError (gone, replaced), EnvironmentUnfit (refused, no answer) or RunFailed,
         once the budget is spent.
         """
-        wanted = _Wanted(key=key, start=start, end=end, kind=kind, e_tag=e_tag)
-        planned = wanted.size if kind == "data" else 0
+        wanted = _Wanted(key=key, start=start, end=end, kind=kind or self._kind, e_tag=e_tag)
+        planned = wanted.size if wanted.kind == self._kind else 0
         with self._lock:
             self.planned_bytes += planned
         try:
@@ -132,7 +136,7 @@ class CountedReader:
             }
         for index in sorted(senders):
             self._changed(EndpointChange(endpoint=self._places[index].endpoint, change="corrupt", why=why))
-        return self._tried(_Wanted(key=key, start=start, end=end, kind="data", e_tag=e_tag, reread=True), senders)
+        return self._tried(_Wanted(key=key, start=start, end=end, kind=self._kind, e_tag=e_tag, reread=True), senders)
 
     def stop(self) -> None:
         """Ends pauses and waits, so that every `get` returns or raises within its time-outs, and is not tried again."""
@@ -186,7 +190,7 @@ class CountedReader:
         return explain(error, where)
 
     def _try(self, index: int, wanted: _Wanted, attempt: int) -> bytes:
-        place, is_data = self._places[index], wanted.kind == "data"
+        place, is_data = self._places[index], wanted.kind == self._kind
         begin_t = time.perf_counter()
         first_byte_s, got, status, error = 0.0, 0, 0, ""
         try:

@@ -9,6 +9,7 @@ from torch import nn
 
 from drawbar.config import Recipe
 from drawbar.models.build import build_model
+from drawbar.train.evaluate import ToDevice
 from drawbar.train.step import Step, TrainStep
 from drawbar.world import World
 
@@ -19,6 +20,8 @@ class Training:
     """As it was built, not wrapped: what is evaluated and saved."""
     optimizer: torch.optim.Optimizer
     step: Step
+    to_device: ToDevice
+    """As a step prepares its batch; evaluations do it alike."""
 
 
 def build_training(recipe: Recipe, world: World, device: torch.device, dtype: torch.dtype) -> Training:
@@ -35,4 +38,4 @@ def build_training(recipe: Recipe, world: World, device: torch.device, dtype: to
         model.parameters(), recipe.train.learning_rate, recipe.train.momentum, weight_decay=recipe.train.weight_decay
     )
     step = TrainStep(exchanged, optimizer, device=device, dtype=dtype, channels_last=recipe.model.channels_last)
-    return Training(model=model, optimizer=optimizer, step=step)
+    return Training(model=model, optimizer=optimizer, step=step, to_device=step.to_device)
