@@ -58,7 +58,8 @@ def evaluations_complete(facts: Facts) -> Reason | None:
         first, images = item.events[0], sum(event.images for event in item.events)
         if any(event.metrics != first.metrics for event in item.events):
             return _invalid(expected, f"ranks disagree on the metrics after step {item.step}")
-        known = [count for count in (*counted, first.set_images, first.all_images) if count is not None]
+        told = [count for event in item.events for count in (event.set_images, event.all_images)]
+        known = [count for count in (*counted, *told) if count is not None]
         if any(count != images for count in known):
             return _invalid(expected, f"{images:,} images after step {item.step} of {max(known):,}")
     return None

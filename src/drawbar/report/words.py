@@ -83,22 +83,21 @@ def quality_sentence(quality: QualityResult) -> str:
     if not quality["target"]:
         last = f"; the last: {metrics(evaluations[-1]['metrics'])}" if evaluations else ""
         return f"No quality target; {plural(len(evaluations), 'evaluation')}{last}."
+    wanted = target(quality["target"])
     passes = "" if quality["epochs"] is None else f" and {number(quality['epochs'], 2)} epochs"
     effort = f"{plural(quality['steps'], 'step')}{passes}"
     off = "" if quality["on_clock"] else ", evaluations left out"
     if quality["time_to_quality_s"] is not None:
         met = next(item for item in evaluations if item["met"])
-        return (
-            f"Time to quality ({target(quality['target'])}): {duration(quality['time_to_quality_s'])}{off}, after {effort}: "
-            f"{metrics(met['metrics'])}."
-        )
+        took = f"{duration(quality['time_to_quality_s'])}{off}, after {effort}"
+        return f"Time to quality ({wanted}): {took}: {metrics(met['metrics'])}."
     best = {
         name: (min if name == "loss" else max)(item["metrics"][name] for item in evaluations)
         for name in quality["target"]
         if evaluations
     }
     came = f"; the best were {metrics(best)}" if best else ""
-    return f"The target ({target(quality['target'])}) was not met in {duration(quality['time_s'])}{off} and {effort}{came}."
+    return f"The target ({wanted}) was not met in {duration(quality['time_s'])}{off} and {effort}{came}."
 
 
 def series_sentence(series: SeriesResult) -> str:
