@@ -12,7 +12,7 @@ import pytest
 from drawbar.analyze.quality_rules import QUALITY_RULES
 from drawbar.analyze.result import analyze
 from drawbar.analyze.schema import Result
-from drawbar.journal import DataSet, Evaluation, Event, Step, TrainingStart
+from drawbar.journal import DataSet, Evaluation, Event, Request, Step, TrainingStart, Witness
 from drawbar.report.page import write_page
 from drawbar.report.terminal import StepPrinter, summary_text
 from tests.synthetic_run import START_T, SyntheticRun, synthetic_run
@@ -240,3 +240,26 @@ def test_all_rules_on_evaluations_are_provoked_here() -> None:
     """A new rule needs a test above."""
     provoked = {"evaluations", "pauses", "validation set", "validation images", "evaluation on the clock"}
     assert len(provoked | {"initialisation"}) == len(QUALITY_RULES)
+
+
+def test_later_epochs_from_a_cache_do_not_make_the_start_warm(tmp_path: Path) -> None:
+    """Each byte is read twice and comes from disk once: cold for a run to quality, and for no other."""
+    for target, expected in ((0.7, "cold"), (None, "not shown cold")):
+        run = quality_run(target)
+        for rank, events in run.ranks.items():
+            twice = [event for event in events if isinstance(event, Request)]
+            run.ranks[rank] = events[:2] + twice + events[2:]
+        assert run.launcher is not None
+        sent = [event for event in run.launcher if isinstance(event, Witness) and event.source == "gateway"]
+        first = {event.target: event.count_bytes for event in sent if event.when == "before"}
+        run.change_launcher(
+            Witness,
+            lambda event, first=first: (
+                dataclasses.replace(  # type: ignore[misc]
+                    event, count_bytes=2 * event.count_bytes - first[event.target]
+                )
+                if event.source == "gateway"
+                else event
+            ),
+        )
+        assert analyzed(run, tmp_path / str(target))["cache"]["state"] == expected

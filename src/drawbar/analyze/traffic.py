@@ -123,11 +123,12 @@ def input_result(run: Run) -> InputResult:
     )
 
 
-def reread_share(requests: Iterable[Request]) -> float | None:
-    """Of the data bytes that arrived, the part that some rank of this run had fetched before; None without any."""
+def reread_share(requests: Iterable[Request], kinds: Sequence[str] = ("data",)) -> float | None:
+    """Of the bytes of these kinds that arrived, the part that some rank of this run had fetched before; None without
+    any."""
     ranges: dict[str, list[tuple[int, int]]] = {}
     for request in requests:
-        if request.kind == "data" and not request.error and request.got_bytes > 0:
+        if request.kind in kinds and not request.error and request.got_bytes > 0:
             ranges.setdefault(request.key, []).append((request.offset, request.offset + request.got_bytes))
     total = sum(end - start for pieces in ranges.values() for start, end in pieces)
     if not total:
@@ -164,7 +165,7 @@ def cache_result(run: Run) -> CacheResult:
     share = disk_read_bytes / gateway_bytes if gateway_bytes and disk_read_bytes is not None else None
     return CacheResult(
         wanted=wanted,
-        state="not asked" if wanted != "cold" else _cache_state(run, share, event),
+        state="not asked" if wanted != "cold" else _cache_state(run, _first_share(run, share), event),
         method=event.method if event else "",
         resident_fraction=event.resident_fraction if event else None,
         gateway_bytes=gateway_bytes,
@@ -172,6 +173,15 @@ def cache_result(run: Run) -> CacheResult:
         disk_share=share,
         note=event.note if event else "",
     )
+
+
+def _first_share(run: Run, disk_share: float | None) -> float | None:
+    """Of a run to quality, whose later epochs may come from a cache: disk reads / the bytes served for the first
+    time."""
+    if disk_share is None or not run.recipe.quality.target:
+        return disk_share
+    requests = (request for rank in run.ranks for request in rank.requests)
+    return disk_share / (1 - (reread_share(requests, ("data", "eval")) or 0.0))
 
 
 def _cache_state(run: Run, disk_share: float | None, event: Cache | None) -> CacheState:

@@ -92,9 +92,9 @@ def quality_sentence(quality: QualityResult) -> str:
         took = f"{duration(quality['time_to_quality_s'])}{off}, after {effort}"
         return f"Time to quality ({wanted}): {took}: {metrics(met['metrics'])}."
     best = {
-        name: (min if name == "loss" else max)(item["metrics"][name] for item in evaluations)
+        name: (min if name == "loss" else max)(found)
         for name in quality["target"]
-        if evaluations
+        if (found := [item["metrics"][name] for item in evaluations if name in item["metrics"]])
     }
     came = f"; the best were {metrics(best)}" if best else ""
     return f"The target ({wanted}) was not met in {duration(quality['time_s'])}{off} and {effort}{came}."
