@@ -21,6 +21,7 @@ from drawbar.report.page import page, write_page
 from drawbar.report.plot import MAX_POINTS
 from drawbar.report.step_figures import throughput_figure
 from drawbar.report.terminal import RULE, WIDTH, StepPrinter, run_text, step_lines, summary_text
+from tests.quality_run import quality_run
 from tests.synthetic_run import SyntheticRun, synthetic_run, with_changes
 
 FIGURES = {"throughput", "shares", "step-time", "data-wait", "bytes", "hosts"}
@@ -340,7 +341,7 @@ def browsed(path: Path, profile: Path) -> tuple[str, list[str]]:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-@pytest.mark.parametrize("make", [lambda: synthetic_run(ranks=3, noise=0.1), hostile_run])
+@pytest.mark.parametrize("make", [lambda: synthetic_run(ranks=3, noise=0.1), hostile_run, quality_run])
 def test_the_page_draws_every_figure_from_a_folder(tmp_path: Path, make: object) -> None:
     assert callable(make)
     run: SyntheticRun = make()

@@ -228,10 +228,11 @@ def _with_validation(recipe: Recipe, storage: Storage, status: Callable[[str], N
     url = recipe.data.eval_url
     try:
         listing = _list_everywhere(recipe, url, storage.endpoints, storage.credentials)
+        if listing.manifest is not None:
+            _check_fits(recipe, url, listing.manifest)
     except DrawbarError as error:
         raise type(error)(f"validation set (data.eval_url): {error.message}", hint=error.hint) from error
     if listing.manifest is not None:
-        _check_fits(recipe, url, listing.manifest)
         trained = storage.listing.manifest if storage.listing else None
         if trained is not None and trained.labels != listing.manifest.labels:
             raise InputError(
@@ -253,7 +254,7 @@ def _check_fits(recipe: Recipe, url: str, manifest: Manifest) -> None:
         )
     if manifest.num_classes > recipe.data.num_classes:
         raise InputError(
-            f"{url} has {manifest.num_classes} classes, data.num_classes is {recipe.data.num_classes}",
+            f"the set has {manifest.num_classes} classes, data.num_classes is {recipe.data.num_classes}",
             hint=f"--set data.num_classes={manifest.num_classes}",
         )
 
