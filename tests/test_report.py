@@ -345,12 +345,13 @@ def browsed(path: Path, profile: Path) -> tuple[str, list[str]]:
 def test_the_page_draws_every_figure_from_a_folder(tmp_path: Path, make: object) -> None:
     assert callable(make)
     run: SyntheticRun = make()
+    expected = {f"figure-{name}" for name in (*FIGURES, *(["accuracy", "loss"] if run.recipe.data.eval_url else []))}
     dom, console = browsed(write_page(run.write(tmp_path / "run")), tmp_path / "profile")
     assert console == []
-    assert dom.count("js-plotly-plot") >= len(FIGURES)
+    assert dom.count("js-plotly-plot") >= len(expected)
     drawn = [attrs for tag, attrs in Elements(dom).tags if "js-plotly-plot" in (attrs.get("class") or "")]
-    assert {str(attrs["id"]) for attrs in drawn} == {f"figure-{name}" for name in FIGURES}
-    assert dom.count('class="main-svg"') >= len(FIGURES)
+    assert {str(attrs["id"]) for attrs in drawn} == expected
+    assert dom.count('class="main-svg"') >= len(expected)
     assert "var(--" not in dom[dom.index('class="main-svg"') :].split("<script", 1)[0]
     assert not [attrs for tag, attrs in Elements(dom).tags if tag == "img" and "onerror" in attrs]
 

@@ -51,6 +51,9 @@ def headline(result: Result) -> str:
     """What happened in one short line."""
     if result["status"] != "ok":
         return {"failed": "The run failed", "interrupted": "The run was interrupted"}[result["status"]]
+    quality = result["quality"]
+    if quality is not None and quality["time_to_quality_s"] is not None:
+        return f"{duration(quality['time_to_quality_s'])} to {target(quality['target'])}"
     total = result["images_per_s"]["total"]
     return "No throughput was measured" if total is None else f"{number(total)} images/s"
 
@@ -158,6 +161,14 @@ def meaning_sentence(result: Result) -> str:
         "memory": "decoded and trained, from records repeated in memory,",
     }.get(result["input"]["source"], "read, decoded and trained")
     with_reasons = "; quote it with the reasons above" if result["validity"]["reasons"] else ""
+    quality = result["quality"]
+    if quality is not None and quality["reached"] is not None:
+        if not quality["reached"]:
+            return f"The target was not met, so there is no time to quality; the throughput stands{with_reasons}."
+        return (
+            "This is the time to quality of one seed, and seeds differ: --repeats gives a mean. It is MLPerf-style and no "
+            f"MLPerf result{with_reasons}."
+        )
     return f"This many images per second were {counted} by all ranks together{with_reasons}."
 
 
