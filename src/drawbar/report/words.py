@@ -166,7 +166,7 @@ def meaning_sentence(result: Result) -> str:
         if not quality["reached"]:
             return f"The target was not met, so there is no time to quality; the throughput stands{with_reasons}."
         return (
-            "This is the time to quality of one seed, and seeds differ: --repeats gives a mean. It is MLPerf-style and no "
+            "This is the time to quality of one seed, and seeds differ: --repeats gives a mean. It is MLPerf-style, no "
             f"MLPerf result{with_reasons}."
         )
     return f"This many images per second were {counted} by all ranks together{with_reasons}."
