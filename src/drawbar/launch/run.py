@@ -231,7 +231,8 @@ def _with_validation(recipe: Recipe, storage: Storage, status: Callable[[str], N
         if listing.manifest is not None:
             _check_fits(recipe, url, listing.manifest)
     except DrawbarError as error:
-        raise type(error)(f"validation set (data.eval_url): {error.message}", hint=error.hint) from error
+        hint = error.hint.replace("data.url", "data.eval_url") if error.hint else None
+        raise type(error)(f"validation set (data.eval_url): {error.message}", hint=hint) from error
     if listing.manifest is not None:
         trained = storage.listing.manifest if storage.listing else None
         if trained is not None and trained.labels != listing.manifest.labels:
