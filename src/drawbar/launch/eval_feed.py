@@ -12,6 +12,7 @@ from drawbar.config import Recipe
 from drawbar.dataset.index import EVAL_INDEX_VARIABLE
 from drawbar.input.libjpeg import Pixels
 from drawbar.input.loader import EndOfSet, Loader, ReadPlan
+from drawbar.input.plan import RecordIndex
 from drawbar.input.sample import SampleMaker
 from drawbar.journal import Event
 from drawbar.launch.feed import open_set
@@ -46,22 +47,11 @@ class EvalFeed:
         self.dataset_sha256 = self._set.listing.sha256
         self.num_records = self._set.listing.num_records
         """None: not known before they were read."""
+        known = all(shard.record_bytes is not None for shard in self._set.listing.shards)
+        self.offsets_sum = int(RecordIndex(self._set.listing.shards).start.sum()) if known else None
+        """What all ranks' `ReadCount.offsets_sum` must add up to; None where records are not known."""
         self.read = ReadCount()
         """Of the last evaluation, or the one under way."""
-
-    @property
-    def offsets_sum(self) -> int | None:
-        """What all ranks' `ReadCount.offsets_sum` must add up to; None where records are not known."""
-        sizes = [shard.record_bytes for shard in self._set.listing.shards]
-        if any(size is None for size in sizes):
-            return None
-        total = 0
-        for record_bytes in sizes:
-            offset = 0
-            for size in record_bytes or ():
-                total += offset
-                offset += size
-        return total
 
     def batches(self) -> Iterator[HostBatch]:
         """This rank's share once, the last batch as small as it comes out. A batch must be released before the one

@@ -124,8 +124,9 @@ def share_buffers(model: nn.Module, control: dist.ProcessGroup | None) -> None:
 
 
 def sum_over_ranks(values: Sequence[float], dtype: torch.dtype, control: dist.ProcessGroup | None) -> list[int]:
-    """Exact for int64. Collective."""
+    """Exact for int64, and the same bits on every rank: whether to stop depends on them. Collective."""
     totals = torch.tensor(values, dtype=dtype)
     if control is not None:
         dist.all_reduce(totals, group=control)
+        dist.broadcast(totals, 0, group=control)
     return list(totals.tolist())
