@@ -48,8 +48,13 @@ def _with_evaluations(events: list[Event], rank: int, ranks: int, init_s: float)
             continue
         if event.step == 0:
             yield TrainingStart(t=event.start_t, init_s=init_s)
-        times = {"t": event.t + shift_s, "start_t": event.start_t + shift_s, "end_t": event.end_t + shift_s}
-        step = dataclasses.replace(event, **times, tags=list(tags))
+        step = dataclasses.replace(
+            event,
+            t=event.t + shift_s,
+            start_t=event.start_t + shift_s,
+            end_t=event.end_t + shift_s,
+            tags=list(tags),
+        )
         yield step
         tags = []
         if (event.step + 1) % EVERY == 0:

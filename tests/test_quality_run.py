@@ -190,7 +190,7 @@ def test_sets_that_number_classes_differently_are_refused(recipe: Path, tmp_path
 def test_repeats_are_one_result_and_what_ended_is_kept(recipe: Path, tmp_path: Path) -> None:
     """Met at the first evaluation, whatever the model."""
     folder = tmp_path / "series"
-    settings = ("quality.target.top1=0.0", "quality.limit_epochs=3")
+    settings = ("quality.target.top1=0.0", "quality.limit_epochs=3", "launch.ranks=1")
     finished = run(recipe, folder, *settings, more=("--repeats", "3"))
     assert finished.code == 0, finished.stderr
     series = json.loads((folder / "quality.json").read_text())

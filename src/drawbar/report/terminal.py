@@ -269,7 +269,7 @@ def series_text(series: SeriesResult) -> str:
             words.number(run["train_images_per_s"]),
             words.percent(run["evaluation_share"], 1),
             run["grade"],
-            run["counted"] if run["reached"] else f"{run['counted']} (target not met)",
+            run["counted"] if run["reached"] else f"{run['counted']}, not met",
         ]
         for run in series["runs"]
     ]
