@@ -69,6 +69,8 @@ class Steps:
     loss: Floats
     """NaN where the loss was not a number or not fetched; `fetched` tells the two apart."""
     fetched: Bools
+    after_pause: Bools
+    """Something else was done before the step, such as an evaluation."""
 
     def __len__(self) -> int:
         return len(self.step)
@@ -95,6 +97,7 @@ def steps_of(events: Sequence[Step], clock: ClockMap) -> Steps:
         samples=np.array([event.samples for event in ordered], dtype=np.int64),
         loss=np.array([math.nan if event.loss is None else event.loss for event in ordered], dtype=np.float64),
         fetched=np.array([event.loss is not None for event in ordered], dtype=np.bool_),
+        after_pause=np.array([event.after_pause for event in ordered], dtype=np.bool_),
     )
 
 
@@ -107,6 +110,8 @@ class RankTimeline:
     clock: ClockMap
     warmup: Steps
     measured: Steps
+    all_steps: Steps
+    """Both."""
     requests: list[Request]
 
     @property
@@ -141,6 +146,7 @@ def rank_timeline(journal: RankJournal, rank: int) -> RankTimeline:
         clock=clock,
         warmup=steps_of([step for step in steps if step.warmup], clock),
         measured=steps_of([step for step in steps if not step.warmup], clock),
+        all_steps=steps_of(steps, clock),
         requests=journal.of(Request),
     )
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from drawbar.config import Recipe
+from drawbar.epochs import run_steps
 from drawbar.journal import WeightsRead
 from drawbar.models.build import build_model, check_takes
-from drawbar.models.names import DETECTORS
+from drawbar.models.names import DETECTORS, MASK_RCNN
 from drawbar.models.weights import load_weights
+from drawbar.train.batch import HostBatch
 from drawbar.train.detection import DetectionObjective
+from drawbar.train.evaluate import Evaluation, ImageEvaluation
 from drawbar.train.objective import Classification, Objective
 from drawbar.train.optimizer import build_optimizer
 from drawbar.train.schedule import learning_rate
@@ -37,6 +41,8 @@ class Training:
     """As it was built, not wrapped: what is evaluated and saved."""
     optimizer: torch.optim.Optimizer
     step: Step
+    objective: Objective
+    """The step's; evaluations prepare their batches with it."""
     state: Mapping[str, Stateful] = field(default_factory=dict)
     """What else a checkpoint must hold, the same on every rank, such as a loss scaler; by name."""
     weights: WeightsRead | None = None
@@ -59,15 +65,16 @@ def build_training(
             model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True
         )
     optimizer = build_optimizer(model, recipe.optimizer)
+    objective = make_objective(recipe, device, dtype)
     step = TrainStep(
         exchanged,
         optimizer,
-        make_objective(recipe, device, dtype),
-        learning_rate(recipe, total_steps=recipe.train.warmup_steps + recipe.train.steps, num_records=num_records),
+        objective,
+        learning_rate(recipe, total_steps=run_steps(recipe, num_records), num_records=num_records),
         device=device,
         dtype=dtype,
     )
-    return Training(model=model, optimizer=optimizer, step=step, weights=weights)
+    return Training(model=model, optimizer=optimizer, step=step, objective=objective, weights=weights)
 
 
 def _model(recipe: Recipe) -> nn.Module:
@@ -88,4 +95,31 @@ def make_objective(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> 
         )
     return Classification(
         device=device, dtype=dtype, channels_last=channels_last, label_smoothing=recipe.train.label_smoothing
+    )
+
+
+def make_evaluation(
+    recipe: Recipe,
+    training: Training,
+    batches: Callable[[], Iterable[HostBatch]],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    control: dist.ProcessGroup,
+) -> Evaluation:
+    """Of the model as it is when it runs. `batches`: this rank's share of the validation set, each time anew."""
+    if isinstance(training.objective, Classification):
+        to_device = training.objective.to_device
+        return ImageEvaluation(training.model, batches, to_device, device=device, dtype=dtype, control=control)
+    assert isinstance(training.objective, DetectionObjective)  # noqa: S101
+    # Not at the top: it needs pycocotools.
+    from drawbar.train.detection_evaluation import DetectionEvaluation
+
+    return DetectionEvaluation(
+        training.model,
+        training.objective,
+        batches,
+        num_classes=recipe.data.num_classes,
+        with_masks=recipe.model.name == MASK_RCNN,
+        control=control,
     )
