@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
-import subprocess
-import sys
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -22,7 +17,6 @@ from tests.small_set import NUM_CLASSES, example, write_set
 
 pytestmark = pytest.mark.run
 
-ROOT = Path(__file__).parent.parent
 COLOURS = ((220, 30, 30), (30, 220, 30), (30, 30, 220))
 NUM_TRAIN, NUM_VALIDATION = 96, 21
 
@@ -211,43 +205,3 @@ def test_repeats_are_one_result_and_what_ended_is_kept(recipe: Path, tmp_path: P
     other = run(recipe, folder, *settings, "optimizer.learning_rate=0.2", more=("--repeats", "3"))
     assert other.code == 2
     assert "is a run of another recipe" in other.error_line
-
-
-# Real learning
-
-
-def script(name: str) -> ModuleType:
-    loader = SourceFileLoader(name, str(ROOT / "scripts" / name))
-    spec = importlib.util.spec_from_loader(name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
-
-
-def pack(folder: Path, place: Path, shards: int) -> None:
-    done = drawbar("data", "pack", "folder", folder, place, "--shards", str(shards))
-    assert done.code == 0, done.stderr
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1200)
-def test_digits_are_learned_to_95_percent(tmp_path: Path) -> None:
-    """The recipe as it stands, in the folder it names: two ranks, real images."""
-    script("digits").write_digits(tmp_path / "digits")
-    for split, shards in (("train", 4), ("validation", 2)):
-        pack(tmp_path / "digits" / split, tmp_path / "digits" / "packed" / split, shards)
-    command = [
-        sys.executable,
-        "-m",
-        "drawbar",
-        "run",
-        str(ROOT / "recipes" / "quality" / "digits.toml"),
-        "--out",
-        "run",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1000)
-    assert done.returncode == 0, done.stderr
-    quality = result_of(tmp_path / "run")["quality"]
-    assert quality["evaluations"][-1]["metrics"]["top1"] >= 0.95
-    assert quality["evaluations"][-1]["images"] == 360

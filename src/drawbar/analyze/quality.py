@@ -30,6 +30,7 @@ class GlobalEvaluation:
 
     step: int
     start_t: float
+    """The latest start: until then some rank was still training."""
     end_t: float
     known_t: float
     """The earliest end: from here on some part of the system knows the metrics."""
@@ -50,7 +51,7 @@ def global_evaluations(run: Run) -> list[GlobalEvaluation]:
         starts = [rank.clock.at(event.start_t) for rank, event in zip(run.ranks, events, strict=True)]
         ends = [rank.clock.at(event.end_t) for rank, event in zip(run.ranks, events, strict=True)]
         found.append(
-            GlobalEvaluation(step=step, start_t=min(starts), end_t=max(ends), known_t=min(ends), events=events)
+            GlobalEvaluation(step=step, start_t=max(starts), end_t=max(ends), known_t=min(ends), events=events)
         )
     return found
 

@@ -346,7 +346,7 @@ class EvaluationResult(TypedDict):
     epochs: float | None
     """Passes over the training set before it; null where its records are not known."""
     start_s: float
-    """On the first rank that began."""
+    """On the last rank that began: until then one was still training."""
     end_s: float
     """On the last rank that ended."""
     known_s: float
