@@ -193,10 +193,10 @@ def test_ranks_storage_and_length_may_change() -> None:
 
 def test_steps_left_are_warm_up_first_and_one_is_measured() -> None:
     train = _recipe(train={"batch_size": 4, "warmup_steps": 5, "steps": 10}).train
-    assert train.steps_from(0) == (5, 10)
-    assert train.steps_from(7) == (5, 3)
-    assert train.steps_from(12) == (2, 1)
-    assert train.steps_from(14) == (0, 1)
+    assert train.steps_from(0, 15) == (5, 10)
+    assert train.steps_from(7, 15) == (5, 3)
+    assert train.steps_from(12, 15) == (2, 1)
+    assert train.steps_from(14, 15) == (0, 1)
 
 
 # Places

@@ -128,7 +128,7 @@ def test_files_are_flushed_and_asked_about(tmp_path: Path) -> None:
         pytest.skip(f"{tmp_path} is on tmpfs: always resident")
     for path in paths:
         path.read_bytes()
-    event = flush_files(recipe_of(tmp_path, drop_caches=False), [path.name for path in paths])
+    event = flush_files(recipe_of(tmp_path, drop_caches=False), paths)
     assert event.node == socket.gethostname()
     assert event.resident_fraction == 0
     assert event.method.startswith("fsync and posix_fadvise(DONTNEED) on 4 files")

@@ -13,7 +13,7 @@ import typer
 
 from drawbar import __version__
 from drawbar.data_cli import JsonFlag, data_app
-from drawbar.errors import DrawbarError, EnvironmentUnfit, Interrupted
+from drawbar.errors import DrawbarError, EnvironmentUnfit, Interrupted, QualityMissed, ResultInvalid
 from drawbar.model_commands import complete_name
 from drawbar.probe.names import STAGE_NAMES, StageName
 from drawbar.terminal import open_missing_streams, write_line
@@ -127,13 +127,21 @@ def run(
     out: Annotated[
         Path | None, typer.Option("--out", help="The run directory, new or empty.  [default: runs/NAME-TIME]")
     ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, max=100, help="Runs to quality with different seeds, below --out.")
+    ] = None,
     json_out: JsonFlag = False,
 ) -> None:
-    """One measurement: start the ranks, train, judge, report."""
+    """One measurement, or one run to quality: start the ranks, train, judge, report."""
     from drawbar.config import load_recipe
     from drawbar.launch.command import run_and_report
 
-    _finish_run(run_and_report(load_recipe(recipe, settings or []), out, json_out), json_out)
+    overrides = [*(settings or []), *([f"quality.repeats={repeats}"] if repeats else [])]
+    loaded = load_recipe(recipe, overrides)
+    if loaded.quality.repeats == 1:
+        _finish_run(run_and_report(loaded, out, json_out), json_out)
+    else:
+        _finish_series(loaded, out, json_out)
 
 
 @app.command(
@@ -240,7 +248,32 @@ def _finish_run(result: Any, json_out: bool) -> None:
         show_error(where + error["message"], error["hint"])
         raise typer.Exit(error["exit_code"])
     if result["validity"]["grade"] == "invalid":
-        raise typer.Exit(5)
+        raise typer.Exit(ResultInvalid.exit_code)
+    quality = result["quality"]
+    if quality is not None and quality["reached"] is False:
+        from drawbar.report.words import quality_sentence
+
+        show_error(quality_sentence(quality), None)
+        raise typer.Exit(QualityMissed.exit_code)
+
+
+def _finish_series(recipe: Any, out: Path | None, json_out: bool) -> None:
+    """As `_finish_run`, of several runs."""
+    import json
+
+    from drawbar.launch.repeats import run_series
+    from drawbar.report.words import series_sentence
+
+    series, last = run_series(recipe, out, json_out)
+    if series is None:
+        return _finish_run(last, json_out)
+    if json_out:
+        print(json.dumps(series, indent=2))
+    if any(run["grade"] == "invalid" for run in series["runs"]):
+        raise typer.Exit(ResultInvalid.exit_code)
+    if series["time_to_quality_s"] is None:
+        show_error(series_sentence(series), None)
+        raise typer.Exit(QualityMissed.exit_code)
 
 
 @s3_app.command(

@@ -57,6 +57,8 @@ class Data(Section):
 
     url: str = "s3://imagenet-like/train"
     """Where the shards lie: `s3://bucket/prefix`, `gs://…`, `az://container/prefix`, or a folder."""
+    eval_url: str = ""
+    """Where the validation shards lie, in the same kind of store as `url`; empty: nothing is evaluated."""
     num_classes: int = Field(default=1000, ge=1)
     """Labels run from 1 to this; a record outside stops the run."""
 
@@ -65,6 +67,18 @@ class Data(Section):
     def _known_scheme(cls, url: str) -> str:
         parse_url(url)
         return url.rstrip("/") or "/"
+
+    @field_validator("eval_url")
+    @classmethod
+    def _known_scheme_or_none(cls, url: str) -> str:
+        return cls._known_scheme(url) if url else ""
+
+    @model_validator(mode="after")
+    def _one_store(self) -> Data:
+        train, validation = parse_url(self.url), parse_url(self.eval_url or self.url)
+        if train.scheme != validation.scheme:
+            raise ValueError(f"eval_url is {self.eval_url!r}: expected the same kind of place as url, {self.url!r}")
+        return self
 
 
 class Storage(Section):
@@ -253,7 +267,7 @@ class Train(Section):
     batch_size: int = Field(default=32, ge=1)
     """Per rank."""
     warmup_steps: int = Field(default=10, ge=0)
-    """Recorded and marked, left out of the figures."""
+    """Recorded and marked, left out of the throughput; trained like all others, and part of time to quality."""
     steps: int = Field(default=100, ge=1)
     """Measured steps, the same on every rank."""
     accumulate: int = Field(default=1, ge=1)
@@ -261,13 +275,15 @@ class Train(Section):
     Batch norm sees each part alone."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Share of each target that is spread evenly over all classes."""
+    epochs: float = Field(default=0.0, ge=0)
+    """Passes over the training set, warm-up steps included, instead of `steps`. Needs the number of its records."""
     display_every: int = Field(default=10, ge=1)
     """Steps between printed lines."""
 
-    def steps_from(self, first_step: int) -> tuple[int, int]:
-        """Warm-up and measured steps of a run that begins with this step: what is left, the first ones of it warm-up
-        again, as caches are cold; at least one is measured."""
-        left = self.warmup_steps + self.steps - first_step
+    def steps_from(self, first_step: int, total_steps: int) -> tuple[int, int]:
+        """Warm-up and measured steps of a run that begins with this step of so many (see `epochs.run_steps`): what is
+        left, the first ones of it warm-up again, as caches are cold; at least one is measured."""
+        left = total_steps - first_step
         warmup_steps = min(self.warmup_steps, left - 1)
         return warmup_steps, left - warmup_steps
 
@@ -389,6 +405,67 @@ class Emulate(Section):
     """Part of `step_s`, at its end, in which gradients become ready, in proportion to their bytes."""
 
 
+class Eval(Section):
+    """When the model is evaluated on all of `data.eval_url`; without a cadence: after every epoch."""
+
+    every_epochs: int = Field(default=0, ge=0)
+    offset_epochs: int = Field(default=-1, ge=-1)
+    """As in MLPerf's rules, where epochs are counted from 0: the first evaluation comes after epoch number
+    `offset_epochs`, so with every 4 and offset 3 after 4, 8, 12 … epochs. -1: `every_epochs` - 1."""
+    at_epochs: list[int] = []
+    """After so many epochs each, instead of a regular cadence."""
+    every_steps: int = Field(default=0, ge=0)
+    """Warm-up steps included."""
+    batch_size: int = Field(default=0, ge=0)
+    """Per rank; 0: `train.batch_size`. The last batch of a rank may be smaller."""
+    on_clock: bool = True
+    """Whether evaluations count in time to quality, as MLPerf's rules want. Off: they are left out, and the result
+    says so."""
+
+    @model_validator(mode="after")
+    def _one_cadence(self) -> Eval:
+        given = [name for name in ("every_epochs", "at_epochs", "every_steps") if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are given: expected one of them")
+        if self.offset_epochs >= max(1, self.every_epochs):
+            raise ValueError(f"offset_epochs is {self.offset_epochs}: expected less than every_epochs")
+        if sorted(set(self.at_epochs)) != self.at_epochs or min(self.at_epochs, default=1) < 1:
+            raise ValueError(f"at_epochs is {self.at_epochs}: expected numbers from 1, each larger than the last")
+        return self
+
+
+Metric = Literal["top1", "top5", "loss", "box_ap", "mask_ap"]
+"""All from 0 to 1, but for the loss, whose targets are met from above."""
+
+
+class Quality(Section):
+    """Train until the model is good enough. `docs/quality.md` has the clock's rules."""
+
+    target: dict[Metric, float] = {}
+    """Such as `{ top1 = 0.759 }`; several must be met at the same evaluation. Empty: trained as long as `[train]`
+    says."""
+    limit_epochs: float = Field(default=0.0, ge=0)
+    """The run ends here where the target was not met; stands in the place of `train.epochs`. 0: `[train]` says."""
+    repeats: int = Field(default=1, ge=1, le=100)
+    """Runs with different seeds, of which the fastest and the slowest are dropped."""
+
+    @property
+    def targets(self) -> dict[str, float]:
+        return {str(name): value for name, value in self.target.items()}
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Quality:
+        for name, value in self.target.items():
+            if value < 0 or (name != "loss" and value > 1):
+                raise ValueError(f"target of {name} is {value:g}: expected a share from 0 to 1, such as 0.75")
+        for key, needed in (("limit_epochs", self.limit_epochs > 0), ("repeats", self.repeats > 1)):
+            if needed and not self.target:
+                raise ValueError(
+                    f"{key} is {getattr(self, key):g}: it needs a target, such as target = {{ top1 = 0.75 }}"
+                )
+        return self
+
+
 class Launch(Section):
     ranks: int = Field(default=1, ge=1, le=4096)
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -495,6 +572,8 @@ class Recipe(Section):
     checkpoint: Checkpoint = Checkpoint()
     exchange: Exchange = Exchange()
     emulate: Emulate = Emulate()
+    eval: Eval = Eval()
+    quality: Quality = Quality()
     launch: Launch = Launch()
     cache: CacheState = CacheState()
     faults: Faults = Faults()
@@ -524,12 +603,18 @@ class Recipe(Section):
                 f"({self.train.batch_size})"
             )
         if self.emulate.step_s:
-            kept = {"checkpoint.url": self.checkpoint.url, "model.weights": self.model.weights}
+            kept = {
+                "checkpoint.url": self.checkpoint.url,
+                "model.weights": self.model.weights,
+                "data.eval_url": self.data.eval_url,
+            }
             for key, value in kept.items():
                 if value:
                     raise ValueError(f"{key} is {value!r}, but emulate.step_s trains no model")
         if self.model.compile and not self.train.warmup_steps:
             raise ValueError("model.compile needs train.warmup_steps: the first step compiles, and is no measured one")
+        self._check_length()
+        self._check_evaluation()
         return self
 
     def _check_detection(self) -> None:
@@ -560,6 +645,33 @@ class Recipe(Section):
                 f"{settings.group_batches}: expected a multiple, as reading cannot be taken up within a group"
             )
 
+    @property
+    def epochs(self) -> float:
+        """How long the run may be, in passes over the training set; 0: `train.steps` says."""
+        return self.quality.limit_epochs or self.train.epochs
+
+    def _check_length(self) -> None:
+        lengths = {
+            "train.steps": "steps" in self.train.model_fields_set,
+            "train.epochs": self.train.epochs > 0,
+            "quality.limit_epochs": self.quality.limit_epochs > 0,
+        }
+        given = [name for name, is_given in lengths.items() if is_given]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} all say how long the run is: expected one of them")
+        if self.epochs and self.input.source != "data":
+            raise ValueError(f"{given[0]} counts passes over a data set, input.source is {self.input.source!r}")
+
+    def _check_evaluation(self) -> None:
+        if self.data.eval_url:
+            if self.input.source != "data":
+                raise ValueError(f'data.eval_url needs input.source = "data", it is {self.input.source!r}')
+            return
+        if self.quality.target:
+            raise ValueError("quality.target needs a validation set: data.eval_url is empty")
+        if self.eval != Eval():
+            raise ValueError("[eval] needs a validation set: data.eval_url is empty")
+
     def sha256(self) -> str:
         """Of the canonical JSON, equal on all ranks. Where the embedded store lies and where event files go is no part
         of the job."""
@@ -567,8 +679,8 @@ class Recipe(Section):
         return hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
 
     def to_toml(self) -> str:
-        """The whole recipe, defaults included."""
-        return tomli_w.dumps(self.model_dump())
+        """The whole recipe, defaults included; but of the ways to say how long a run is only the one that holds."""
+        return tomli_w.dumps(self.model_dump(exclude={"train": {"steps"}} if self.epochs else None))
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -617,7 +729,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 def _explain(item: Any) -> str:
     """One pydantic complaint in one line; an unknown key gets the nearest known one."""
-    location = [str(part) for part in item["loc"] if not str(part).startswith("list[") and part != "str"]
+    location = [str(part) for part in item["loc"] if not str(part).startswith("list[") and part not in ("str", "[key]")]
     name = ".".join(location)
     if item["type"] == "extra_forbidden":
         section: type[BaseModel] = Recipe

@@ -73,9 +73,12 @@ class Clock(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class DataSet(Event):
-    """What the launcher found under `data.url`. Which ranks see the same is told by `RunStart.dataset_sha256`."""
+    """What the launcher found under `data.url`, and of `data.eval_url`. Which ranks see the same is told by
+    `RunStart.dataset_sha256`."""
 
     name: ClassVar[str] = "data_set"
+    role: str = "training"
+    """Or `validation`."""
     shards: int
     size_bytes: int
     records: int | None = None
@@ -143,8 +146,8 @@ class Request(Event):
     endpoint: str
     key: str
     kind: str
-    """`metadata` (manifest), `data` (a range of a shard), `probe` (one byte, to see whether an endpoint set aside is
-    well again), `checkpoint` (a file of one)."""
+    """`metadata` (manifest), `data` (a range of a training shard), `eval` (of a validation shard), `probe` (one byte,
+    to see whether an endpoint set aside is well again), `checkpoint` (a file of one)."""
     offset: int
     wanted_bytes: int
     got_bytes: int
@@ -213,8 +216,12 @@ class Step(Event):
     learning_rate: float | None = None
     """Of weights, in this update."""
     tags: list[str] = field(default_factory=list)
-    """Odd steps: `gc`, `epoch_start`, `update_skipped` (fp16's gradients overflowed), `compiled`, `after_…` (a
-    pause)."""
+    """Odd steps: `gc`, `epoch_start`, `update_skipped` (fp16's gradients overflowed), `compiled`, and
+    `after_checkpoint`, `after_evaluation` or `after_summary`: there was a pause before it, which is no step's time."""
+
+    @property
+    def after_pause(self) -> bool:
+        return any(tag.startswith("after_") for tag in self.tags)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,6 +301,40 @@ class Summary(Event):
     name: ClassVar[str] = "summary"
     step: int
     write_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingStart(Event):
+    """This rank begins to read the training set: every rank is there, its model is built. Time to quality counts from
+    `t`."""
+
+    name: ClassVar[str] = "training_start"
+    init_s: float
+    """Since the rank's process was started: libraries, the process group, the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(Event):
+    """All ranks together evaluated the model on the whole validation set, between two steps."""
+
+    name: ClassVar[str] = "evaluation"
+    step: int
+    """The last one before it."""
+    epoch: int
+    """Passes over the training set finished, rounded up."""
+    start_t: float
+    end_t: float
+    """Of this rank; at the end it knows the metrics of all."""
+    images: int
+    """Evaluated by this rank."""
+    all_images: int
+    """By all of them."""
+    set_images: int | None
+    """In the validation set; None: its records are not known."""
+    data_wait_s: float
+    """Of this rank, waiting for batches."""
+    metrics: dict[str, float]
+    """Over all images, the same on every rank: `top1`, `top5`, `loss`, `box_ap`, `mask_ap`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -449,6 +490,8 @@ EVENTS: dict[str, type[Event]] = {
         CheckpointWrite,
         CheckpointRead,
         WeightsRead,
+        TrainingStart,
+        Evaluation,
         InputTotals,
         InputReport,
         InputStage,
@@ -510,8 +553,8 @@ _CHECKS: dict[str, _Check] = {
     "float | None": ((float, int, type(None)), _FLOAT, None),
     "list[str]": ((list,), None, _check_strings),
     "dict[str, Any]": ((dict,), None, _check_depth),
-    "dict[str, float]": ((dict,), None, lambda values: _check_numbers(values, (int, float), *_FLOAT)),
     "dict[str, int]": ((dict,), None, lambda values: _check_numbers(values, (int,), *_INT)),
+    "dict[str, float]": ((dict,), None, lambda values: _check_numbers(values, (int, float), *_FLOAT)),
     "list[dict[str, float]]": ((list,), None, _check_rows),
 }
 

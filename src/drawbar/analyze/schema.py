@@ -182,6 +182,8 @@ class InputResult(TypedDict):
     """Trained a second time in their epoch to fill its last batch; among `trained_images`."""
     epochs: float | None
     """Passes over the training set of the rank that read most."""
+    eval_bytes: int
+    """Received of validation shards, failed tries included; part of none of the above."""
     reread_share: float | None
     """Of the data bytes that arrived: those of ranges that some rank of this run had fetched before. 0 to 1."""
     first_batch_s: float | None
@@ -338,6 +340,66 @@ class Verdict(TypedDict):
     worst_rank_data_wait_fraction: float | None
 
 
+class EvaluationResult(TypedDict):
+    """One evaluation, by all ranks. Times in seconds since the clock of time to quality was started."""
+
+    step: int
+    """Steps of training before it."""
+    epoch: int
+    epochs: float | None
+    """Passes over the training set before it; null where its records are not known."""
+    start_s: float
+    """On the last rank that began: until then one was still training."""
+    end_s: float
+    """On the last rank that ended."""
+    known_s: float
+    """On the first rank that knew the metrics."""
+    images: int
+    """Evaluated by all ranks."""
+    images_per_s: float
+    data_wait_fraction: float
+    """Of the evaluation's time; mean over ranks."""
+    metrics: dict[str, float]
+    met: bool
+    """Meets the target."""
+
+
+class QualityResult(TypedDict):
+    """Time to quality, and what it is made of: (samples / train_images_per_s) + evaluation_s + other_s. Up to the
+    evaluation that met the target, or to the end of the run where none did."""
+
+    target: dict[str, float]
+    """Empty: the run had none."""
+    reached: bool | None
+    """Null without a target."""
+    time_to_quality_s: float | None
+    """Null where the target was not met."""
+    time_s: float
+    """On the clock, whether the target was met or not."""
+    on_clock: bool
+    """Whether evaluations are part of the two."""
+    init_s: float | None
+    """Of the slowest rank, from its process' start to the clock's: libraries, process group, model."""
+    init_counted_s: float
+    """What of it the rules allow no more (beyond 20 minutes), which is part of the time."""
+    seed: int
+    steps: int
+    """Warm-up included."""
+    epochs: float | None
+    limit_epochs: float
+    """0: none but the length of the training."""
+    samples: int
+    train_s: float
+    """From the clock's start through all steps, evaluations left out."""
+    train_images_per_s: float | None
+    """Warm-up included."""
+    evaluation_s: float
+    evaluation_share: float
+    """Of training and evaluations together, 0 to 1, on the clock or off it."""
+    other_s: float
+    evaluations: list[EvaluationResult]
+
+
 class Failure(TypedDict):
     """The first cause of a run that did not end ok."""
 
@@ -373,6 +435,7 @@ class Result(TypedDict):
     error: Failure | None
     images_per_s: Throughput
     interval_s: float | None
+    """In which all ranks measured, pauses for evaluations left out."""
     step_s: Percentiles
     world_size: int
     steps: int
@@ -403,9 +466,10 @@ class Result(TypedDict):
     """Null for a training that began with this run."""
     weights: WeightsResult | None
     """Null where all weights were random, or a checkpoint's."""
-    quality: None
     summaries: SummariesResult | None
     """Null where none were written."""
+    quality: QualityResult | None
+    """None for a run without evaluations."""
     validity: Validity
     verdict: Verdict
     started_unix_s: float | None

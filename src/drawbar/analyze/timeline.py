@@ -72,6 +72,8 @@ class Steps:
     fetched: Bools
     learning_rate: Floats
     """NaN where there is none."""
+    after_pause: Bools
+    """Something else was done before the step, such as an evaluation."""
 
     def __len__(self) -> int:
         return len(self.step)
@@ -111,6 +113,7 @@ def steps_of(events: Sequence[Step], clock: ClockMap) -> Steps:
         loss=np.array([math.nan if event.loss is None else event.loss for event in ordered], dtype=np.float64),
         fetched=np.array([event.loss is not None for event in ordered], dtype=np.bool_),
         learning_rate=np.array([event.learning_rate for event in ordered], dtype=np.float64),
+        after_pause=np.array([event.after_pause for event in ordered], dtype=np.bool_),
     )
 
 
@@ -123,6 +126,8 @@ class RankTimeline:
     clock: ClockMap
     warmup: Steps
     measured: Steps
+    all_steps: Steps
+    """Both."""
     requests: list[Request]
 
     @property
@@ -157,6 +162,7 @@ def rank_timeline(journal: RankJournal, rank: int) -> RankTimeline:
         clock=clock,
         warmup=steps_of([step for step in steps if step.warmup], clock),
         measured=steps_of([step for step in steps if not step.warmup], clock),
+        all_steps=steps_of(steps, clock),
         requests=journal.of(Request),
     )
 

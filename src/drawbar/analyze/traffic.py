@@ -122,6 +122,7 @@ def input_result(run: Run) -> InputResult:
         padded_images=summed("padded_images"),
         # The rank that read most decides: its second pass over its share cannot be cold.
         epochs=max(total.epochs for total in known) if complete else None,
+        eval_bytes=sum(request.got_bytes for rank in run.ranks for request in rank.requests if request.kind == "eval"),
         reread_share=reread_share(request for rank in run.ranks for request in rank.requests),
         first_batch_s=first_batch_s(run),
         reading=reading_result(run),
@@ -137,11 +138,12 @@ def bad_records(run: Run) -> list[BadRecordResult]:
     ]
 
 
-def reread_share(requests: Iterable[Request]) -> float | None:
-    """Of the data bytes that arrived, the part that some rank of this run had fetched before; None without any."""
+def reread_share(requests: Iterable[Request], kinds: Sequence[str] = ("data",)) -> float | None:
+    """Of the bytes of these kinds that arrived, the part that some rank of this run had fetched before; None without
+    any."""
     ranges: dict[str, list[tuple[int, int]]] = {}
     for request in requests:
-        if request.kind == "data" and not request.error and request.got_bytes > 0:
+        if request.kind in kinds and not request.error and request.got_bytes > 0:
             ranges.setdefault(request.key, []).append((request.offset, request.offset + request.got_bytes))
     total = sum(end - start for pieces in ranges.values() for start, end in pieces)
     if not total:
@@ -156,7 +158,7 @@ def reread_share(requests: Iterable[Request]) -> float | None:
 
 
 def data_set_result(run: Run) -> DataSetResult | None:
-    event = next(iter(cast(list[DataSet], run.events(DataSet))), None)
+    event = next((found for found in cast(list[DataSet], run.events(DataSet)) if found.role == "training"), None)
     if event is None:
         return None
     return DataSetResult(

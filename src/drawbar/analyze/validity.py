@@ -15,6 +15,7 @@ from drawbar.analyze.checkpoint_rules import resumed_alike, resumed_together
 from drawbar.analyze.checkpoints import first_step
 from drawbar.analyze.endpoint_rules import endpoint_policy, storage_errors
 from drawbar.analyze.facts import Facts
+from drawbar.analyze.quality_rules import QUALITY_RULES, expected_steps, planned_warmup_steps
 from drawbar.analyze.schema import Grade, Reason, Severity, Validity
 from drawbar.analyze.timeline import RankTimeline
 from drawbar.analyze.traffic import input_totals
@@ -164,11 +165,14 @@ def one_data_set(facts: Facts) -> Reason | None:
 
 
 def equal_steps(facts: Facts) -> Reason | None:
-    """Every rank finished all steps of the recipe, each once, in order; those that a resumed run had to do."""
-    train = facts.run.recipe.train
-    begin = first_step(facts.run)
-    expected = np.arange(begin, train.warmup_steps + train.steps)
-    warmup_steps, steps = train.steps_from(begin)
+    """Every rank finished all steps of the recipe, or all up to the one that met its target, each once, in order; those
+    that a resumed run had to do."""
+    begin, total = first_step(facts.run), expected_steps(facts)
+    if total is None:
+        return _reason("equal steps", "a known number of records an epoch", "not recorded", "invalid")
+    expected = np.arange(begin, total)
+    warmup_steps = min(planned_warmup_steps(facts), len(expected))
+    steps = len(expected) - warmup_steps
 
     def complete(rank: RankTimeline) -> bool:
         return (
@@ -216,9 +220,8 @@ def _bad_times(step: Step, previous: Step | None, *, on_host_clock: bool) -> str
         return "the end is not after the start"
     if min(step.data_wait_s, step.copy_s, step.compute_s, step.exchange_s, step.optimizer_s) < 0:
         return "a negative span"
-    paused = any(tag.startswith("after_") for tag in step.tags)
     gap_s = step.start_t - previous.end_t if previous is not None and previous.step + 1 == step.step else 0.0
-    if gap_s < -SAME_TIME_S or (gap_s > SAME_TIME_S and not paused):
+    if gap_s < -SAME_TIME_S or (gap_s > SAME_TIME_S and not step.after_pause):
         return f"{gap_s:.3g} s between the two"
     # A GPU's clock drifts against the host's, on which the line was written.
     if on_host_clock and step.end_t > step.t + SAME_TIME_S:
@@ -244,9 +247,9 @@ def enough_steps(facts: Facts) -> Reason | None:
 
 
 def long_enough(facts: Facts) -> Reason | None:
-    if facts.interval is None or facts.interval.length_s >= MIN_INTERVAL_S:
+    if facts.interval is None or facts.interval.measured_s >= MIN_INTERVAL_S:
         return None
-    actual = f"too short to trust: {facts.interval.length_s:.3g} s"
+    actual = f"too short to trust: {facts.interval.measured_s:.3g} s"
     return _reason("measured interval", f"at least {MIN_INTERVAL_S:g} s", actual, "qualified")
 
 
@@ -445,6 +448,9 @@ def shown_cold(facts: Facts) -> Reason | None:
 
 def read_once_when_cold(facts: Facts) -> Reason | None:
     share = facts.input["reread_share"]
+    if facts.run.recipe.quality.target:
+        # Time to quality is epoch after epoch by its nature: the start is cold, no more is said.
+        return None
     if facts.cache["wanted"] != "cold" or share is None or share <= MAX_REREAD:
         return None
     actual = f"{_percent(share, 1)} of the data bytes were read again"
@@ -586,6 +592,7 @@ RULES: Sequence[Rule] = (
     resumed_alike,
     shown_cold,
     read_once_when_cold,
+    *QUALITY_RULES,
     storage_errors,
     no_bad_images,
     decoded_where_asked,

@@ -12,6 +12,7 @@ from obstore.exceptions import BaseError
 from drawbar.checkpoint.manifest import MANIFEST, Manifest, load_manifest, name_of
 from drawbar.checkpoint.stores import BucketStore, CheckpointStore, FolderStore
 from drawbar.config import Recipe
+from drawbar.epochs import run_steps
 from drawbar.errors import DataError, InputError
 from drawbar.storage.environment import Credentials
 from drawbar.storage.stores import open_place
@@ -24,6 +25,9 @@ ENDPOINT_VARIABLE = "DRAWBAR_CHECKPOINT_ENDPOINT"
 _MAY_CHANGE = {
     "name",
     "data.url",
+    "data.eval_url",
+    "eval",
+    "quality",
     "storage",
     "input.decode_threads",
     "input.lanes",
@@ -31,6 +35,7 @@ _MAY_CHANGE = {
     "model.weights",
     "train.batch_size",
     "train.display_every",
+    "train.epochs",
     "train.steps",
     "train.warmup_steps",
     "checkpoint",
@@ -132,7 +137,7 @@ def find_checkpoints(
                 hint="another checkpoint.url",
             )
     if resume is not None:
-        check_fits(recipe, resume.manifest)
+        check_fits(recipe, resume.manifest, num_records)
     return Checkpoints(endpoint=endpoint, credentials=credentials, resume=resume)
 
 
@@ -183,7 +188,7 @@ def damaged(store: CheckpointStore, name: str, what: str) -> DataError:
     )
 
 
-def check_fits(recipe: Recipe, manifest: Manifest) -> None:
+def check_fits(recipe: Recipe, manifest: Manifest, num_records: int | None = None) -> None:
     """Raises InputError, the first key and both values, where the recipe would not go on with the same training."""
     if manifest.model != recipe.model.name:
         raise InputError(f"checkpoint is of another model: {manifest.model}, the recipe's is {recipe.model.name}")
@@ -202,11 +207,13 @@ def check_fits(recipe: Recipe, manifest: Manifest) -> None:
                 f"cannot resume with another {key}: it was {theirs[key]!r}, now it is {mine!r}",
                 hint="docs/checkpoints.md lists what may change",
             )
-    total = recipe.train.warmup_steps + recipe.train.steps
+    total = run_steps(recipe, num_records)
     if manifest.step >= total:
         raise InputError(
             f"nothing is left to train: the checkpoint is of step {manifest.step}, the recipe ends at step {total}",
-            hint=f"train.steps of more than {manifest.step - recipe.train.warmup_steps}",
+            hint="more train.epochs or quality.limit_epochs"
+            if recipe.epochs
+            else f"train.steps of more than {manifest.step - recipe.train.warmup_steps}",
         )
 
 

@@ -61,7 +61,7 @@ def resume(training: Training, about: About, record: Callable[[Event], None]) ->
     except (BaseError, OSError) as error:
         raise store.explain(error, "") from None
     read_t = time.perf_counter()
-    check_fits(about.recipe, manifest)
+    check_fits(about.recipe, manifest, about.num_records)
     if not {MODEL, TRAINING} <= files.keys():
         raise damaged(store, "", f"it names no {MODEL} or {TRAINING}")
     tensors = {name: parse_safetensors(data, f"checkpoint {store.shown('')}/{name}") for name, data in files.items()}

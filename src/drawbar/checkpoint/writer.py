@@ -39,6 +39,8 @@ class About:
     recipe: Recipe
     world: World
     dataset_sha256: str
+    num_records: int | None = None
+    """Of the data set; None where not known."""
     rounding: dict[str, str]
     """See `Manifest.rounding`."""
 

@@ -139,7 +139,7 @@ class Fetcher:
     out early). Used by one thread; GETs run in threads of its own."""
 
     def __init__(self, reader: Reader, reading: Reading, groups: Iterator[list[Source]]) -> None:
-        """`groups`: the sources of each stretch of reading, in order, without end."""
+        """`groups`: the sources of each stretch of reading, in order."""
         self._reader, self._reading, self._groups = reader, reading, groups
         self._pool = ThreadPoolExecutor(reading.max_read_ahead + 1, "fetch")
         self._stop = threading.Event()
@@ -161,10 +161,11 @@ class Fetcher:
         """That the taking thread was blocked for a body, so far."""
         return self._waiting.total_s()
 
-    def next_group(self) -> list[Source]:
-        """The sources of the next stretch of reading."""
+    def next_group(self) -> list[Source] | None:
+        """The sources of the next stretch of reading; None after the last."""
         if not self._ready:
-            self._open_group()
+            if not self._open_group():
+                return None
             self._top_up()
         return self._ready.popleft()
 
@@ -242,7 +243,8 @@ class Fetcher:
     def _top_up(self) -> None:
         while len(self._outstanding) < self._reading.read_ahead:
             if not self._heap:
-                self._open_group()
+                if not self._open_group():
+                    return
                 continue
             covered, _, source = heapq.heappop(self._heap)
             if not source.open:
@@ -252,11 +254,14 @@ class Fetcher:
                 continue
             self._push(source)
 
-    def _open_group(self) -> None:
-        group = next(self._groups)
+    def _open_group(self) -> bool:
+        group = next(self._groups, None)
+        if group is None:
+            return False
         self._ready.append(group)
         for source in group:
             self._push(source)
+        return True
 
     def _push(self, source: Source) -> None:
         self._serial += 1

@@ -40,7 +40,12 @@ from drawbar.input.stages import Blocked, Stage, Times
 from drawbar.journal import Event, InputReport, InputSample, InputStage, InputTotals
 from drawbar.storage.reader import Reader
 
-__all__ = ["Batch", "Loader", "ReadPlan", "Record"]
+__all__ = ["Batch", "EndOfSet", "Loader", "ReadPlan", "Record"]
+
+
+class EndOfSet(Exception):
+    """Every record of a set that is read once has been given out."""
+
 
 T = TypeVar("T")
 
@@ -49,7 +54,10 @@ _SAMPLE_S = 1.0
 
 
 class Loader:
-    """Feeds one rank. `next_batch` raises the first error of any stage; `close` stops, drains and counts."""
+    """Feeds one rank. `next_batch` raises the first error of any stage; `close` stops, drains and counts.
+
+    A plan that reads its set `once` gives evaluation samples, a last batch that may be smaller, and then EndOfSet.
+    """
 
     def __init__(
         self,
@@ -94,6 +102,7 @@ class Loader:
             on_bad=input.on_bad,
             downstream=self._blocked.total_s,
             tell=tell,
+            evaluate=plan.once,
         )
         self._shuffle = Stage(name="shuffle", queue_capacity=-(-input.shuffle_buffer // plan.world_size))
         self._batch = Stage(name="batch", queue_capacity=input.prefetch_batches)
@@ -126,7 +135,8 @@ class Loader:
         return self._trained_bytes
 
     def next_batch(self, timeout_s: float) -> Batch:
-        """The next decoded batch. Raises DataError or a storage error of a stage; RunFailed after `timeout_s`."""
+        """The next decoded batch. Raises DataError or a storage error of a stage; RunFailed after `timeout_s`; EndOfSet
+        once after the last batch of a set that is read once."""
         self._batch.look(self._num_decoded())
         if time.perf_counter() - self._sampled_t >= _SAMPLE_S:
             self._sample()
@@ -251,6 +261,7 @@ class Loader:
         try:
             for batch in self._batches(in_turn(self._fetcher)):
                 self._put(batch)
+            self._put(EndOfSet())
         except Stopped:
             pass
         except BaseException as error:
@@ -260,7 +271,7 @@ class Loader:
                 pass
 
     def _batches(self, records: Iterator[Record]) -> Iterator[Batch]:
-        size, clock = self._plan.batch_size, time.perf_counter
+        clock = time.perf_counter
         arranged = self._arranged(records)
         while True:
             with self._blocked.here():
@@ -268,11 +279,13 @@ class Loader:
             if buffer is None or self._stop.is_set():
                 raise Stopped
             begin_t, before_s = clock(), self._records.stage.busy_s + self._fetcher.wait_s
-            taken = next(arranged)
+            taken = next(arranged, None)
+            if taken is None:
+                return
             taken_t, after_s = clock(), self._records.stage.busy_s + self._fetcher.wait_s
             batch = Batch(
                 images=self._samples.pixels(buffer, taken),
-                labels=np.empty(size, np.int64),
+                labels=np.empty(len(taken), np.int64),
                 records=taken,
                 epoch=max(record.epoch for record in taken),
                 buffer=buffer,
@@ -281,7 +294,7 @@ class Loader:
             self._shuffle.look(self._records.num_held)
             self._shuffle.busy_s += taken_t - begin_t - (after_s - before_s)
             for stage in (self._shuffle, self._batch):
-                stage.items += size
+                stage.items += len(taken)
                 stage.bytes += taken_bytes
             self._pool.submit(batch)
             self._batch.busy_s += clock() - taken_t
@@ -294,6 +307,8 @@ class Loader:
             for record in itertools.islice(records, size * self._samples.window_batches):
                 self._batched_bytes += record.framed_bytes
                 window.append(record)
+            if not window:
+                return
             yield from self._samples.arrange(window, size)
 
     def _put(self, item: Batch | BaseException) -> None:

@@ -27,7 +27,7 @@ class MemoryReader:
         self.received_bytes = 0
         self.failed_bytes = 0
 
-    def get(self, key: str, start: int, end: int, *, kind: str = "data", e_tag: str = "") -> bytes:
+    def get(self, key: str, start: int, end: int, *, kind: str = "", e_tag: str = "") -> bytes:
         body = self._data[start:end]
         self.planned_bytes += len(body)
         self.received_bytes += len(body)

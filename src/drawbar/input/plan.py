@@ -347,6 +347,11 @@ def lanes_for(lanes: int, world_size: int) -> int:
     return -(-lanes // world_size) * world_size
 
 
+def part_of(count: int, rank: int, world_size: int) -> range:
+    """A rank's share of `count` things that are each to be had once: shares differ by one at most, and may be empty."""
+    return range(count * rank // world_size, count * (rank + 1) // world_size)
+
+
 def whole_shards(num_shards: int, *, rank: int, world_size: int, seed: int, epoch: int) -> list[int]:
     """A rank's shards of one epoch, where records are not known."""
     return shard_order(num_shards, seed, epoch)[rank::world_size]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drawbar.config import Recipe
-from drawbar.dataset.listing import split_pattern
+from drawbar.dataset.listing import ShardInfo, split_pattern
 from drawbar.errors import EnvironmentUnfit
 from drawbar.journal import Cache, JournalWriter, StorageFlush
 from drawbar.storage import embedded, page_cache
@@ -35,7 +35,7 @@ def make_cold(recipe: Recipe, storage: Storage, run_dir: Path, journal: JournalW
     """Flushes what can be flushed from here and writes down what was done; returns the storage, restarted where it was
     ours. Raises EnvironmentUnfit where the user's own command fails."""
     wanted = recipe.cache.start
-    read_before = storage.index.read_bytes if storage.index else 0
+    read_before = sum(index.read_bytes for index in (storage.index, storage.validation_index) if index)
     scanned = f"the launcher read {read_before / 1e6:.1f} MB of the shards before, to index them" if read_before else ""
 
     def write(method: str, resident_fraction: float | None = None, note: str = "") -> None:
@@ -62,22 +62,32 @@ def make_cold(recipe: Recipe, storage: Storage, run_dir: Path, journal: JournalW
     if not parse_url(recipe.data.url).is_folder:
         write("nothing flushed from here", note=hooked or "server cache unknown: this store is not ours to flush")
         return storage
-    flushed = flush_files(recipe, (shard.key for shard in storage.listing.shards))
+    sets = ((recipe.data.url, storage.listing), (recipe.data.eval_url, storage.validation))
+    flushed = flush_files(
+        recipe,
+        [file for url, listing in sets if listing for file in files_of(url, (shard.key for shard in listing.shards))],
+    )
     write(_joined(flushed.method, hooked), flushed.resident_fraction, flushed.note)
     return storage
 
 
-def flush_unflushed(recipe: Recipe, world: World, keys: Iterable[str], journal: JournalWriter) -> None:
+def flush_unflushed(recipe: Recipe, world: World, files: Iterable[Path], journal: JournalWriter) -> None:
     """By the first rank of a host that the launcher has not flushed, where the set lies in files."""
     here = world.local_rank == 0 and os.environ.get(FLUSHED_NODE) != world.node
     if here and recipe.cache.start == "cold" and recipe.input.source == "data" and parse_url(recipe.data.url).is_folder:
-        journal.write(replace(flush_files(recipe, keys), node=world.node))
+        journal.write(replace(flush_files(recipe, files), node=world.node))
 
 
-def flush_files(recipe: Recipe, keys: Iterable[str]) -> Cache:
-    """Puts the set's files out of this host's page cache; as root all else too, unless the recipe forbids it."""
+def files_of(url: str, shards: Iterable[ShardInfo]) -> list[Path]:
+    """The shards of a set, where it lies in files."""
+    parsed = parse_url(split_pattern(url)[0])
+    return [parsed.folder / shard.key for shard in shards] if parsed.is_folder else []
+
+
+def flush_files(recipe: Recipe, files: Iterable[Path]) -> Cache:
+    """Puts these files out of this host's page cache; as root all else too, unless the recipe forbids it."""
     folder = parse_url(split_pattern(recipe.data.url)[0]).folder
-    files = [folder / key for key in keys]
+    files = list(files)
     method = page_cache.flush(files, whole_host=recipe.cache.drop_caches)
     fraction = page_cache.resident_fraction(files)
     unknown = "unverifiable: mincore does not tell this user, who may not write the files" if fraction is None else ""

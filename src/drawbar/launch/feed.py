@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ import torch
 
 from drawbar.config import Recipe
 from drawbar.dataset.index import INDEX_VARIABLE, ShardIndex
-from drawbar.dataset.listing import split_pattern
+from drawbar.dataset.listing import Listing, ShardInfo, split_pattern
 from drawbar.input.decode import DecodePool
 from drawbar.input.detection import mask_rcnn_size, padded_size
 from drawbar.input.detection_sample import DetectionSamples, label_categories
@@ -32,7 +33,7 @@ from drawbar.launch.listing import list_place
 from drawbar.models.names import DETECTORS, MASK_RCNN
 from drawbar.storage.environment import Connection, Credentials, environment_endpoint
 from drawbar.storage.reader import CountedReader, Reader
-from drawbar.storage.stores import open_place
+from drawbar.storage.stores import Place, open_place
 from drawbar.storage.urls import parse_url
 from drawbar.train.batch import HostBatch
 from drawbar.train.loop import STEPS_IN_FLIGHT
@@ -49,8 +50,7 @@ class Feed(Protocol):
     """How images are decoded, `input.image_decoder.Decoding`; None where nothing is."""
     storage: dict[str, Any]
     """What the store is talked to with, environment and defaults included; no secret."""
-    keys: list[str]
-    """Of the shards."""
+    shards: Sequence[ShardInfo]
 
     num_records: int | None
     """Of the data set; None where they are not known, or there is none."""
@@ -85,7 +85,7 @@ class ConstantFeed:
     num_records: int | None = None
     decoding: dict[str, Any] | None = None
     storage: dict[str, Any] = {}  # noqa: RUF012 (an instance never changes it)
-    keys: list[str] = []  # noqa: RUF012
+    shards: Sequence[ShardInfo] = ()
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         rng = np.random.default_rng(recipe.input.seed)
@@ -98,10 +98,6 @@ class ConstantFeed:
         if recipe.model.name in DETECTORS:
             masks = recipe.model.name == MASK_RCNN
             self._targets = [made_up_target(rng, (height, width), classes, masks=masks) for _ in range(batch)]
-        size, batch = recipe.input.image_size, recipe.train.batch_size
-        pixels = torch.from_numpy(rng.integers(0, 256, (batch, size, size, 3), np.uint8))
-        self._pixels = pixels.pin_memory() if device.type == "cuda" else pixels
-        self._labels = torch.from_numpy(rng.integers(0, recipe.data.num_classes, batch, np.int64))
         self._trained = 0
 
     def start(self, plan: PlanState | None = None) -> None:
@@ -167,6 +163,39 @@ def addresses(recipe: Recipe) -> list[str]:
     return list(recipe.storage.endpoints)
 
 
+@dataclass(frozen=True, kw_only=True)
+class OpenSet:
+    """A set of shards as one rank reaches and sees it."""
+
+    places: list[Place]
+    """One through each endpoint, in the recipe's order; one for a folder."""
+    reader: CountedReader
+    listing: Listing
+    """With record sizes from the launcher's index where there is one."""
+    credentials: Credentials | None
+
+    @property
+    def category_map(self) -> Mapping[str, int]:
+        """Of a detection set, by its manifest."""
+        found: Mapping[str, int] = self.listing.manifest.notes.get("category_map", {}) if self.listing.manifest else {}
+        return found
+
+
+def open_set(recipe: Recipe, url: str, index_variable: str, rank: int, record: Callable[[Event], None]) -> OpenSet:
+    """Lists the shards under `url` through this rank's endpoint. `index_variable` names the file of their index."""
+    on_s3 = parse_url(url).on_s3
+    url, pattern = split_pattern(url)
+    credentials = Credentials.from_environment() if on_s3 else None
+    endpoints = addresses(recipe) if on_s3 else [None]
+    places = [open_place(url, address, credentials, recipe.storage) for address in endpoints]
+    reader = CountedReader(places, recipe.storage, record, record, rank=rank)
+    listing = list_place(reader.home, url, lambda key, size: reader.get(key, 0, size, kind="metadata"), pattern)
+    index = os.environ.get(index_variable)
+    if index:
+        listing = ShardIndex.load(Path(index)).apply(listing)
+    return OpenSet(places=places, reader=reader, listing=listing, credentials=credentials)
+
+
 class DataFeed:
     """Real records from this rank's endpoint."""
 
@@ -175,22 +204,9 @@ class DataFeed:
     ) -> None:
         self._recipe, self._world, self._decoders, self._record = recipe, world, decoders, record
         self._on_gpu = device.type == "cuda"
-        on_s3 = parse_url(recipe.data.url).on_s3
-        url, pattern = split_pattern(recipe.data.url)
-        credentials = Credentials.from_environment() if on_s3 else None
-        places = [
-            open_place(url, address, credentials, recipe.storage)
-            for address in (addresses(recipe) if on_s3 else [None])
-        ]
-        self._reader = CountedReader(places, recipe.storage, record, record, rank=world.rank)
-        self._listing = list_place(
-            self._reader.home, url, lambda key, size: self._reader.get(key, 0, size, kind="metadata"), pattern
-        )
-        index = os.environ.get(INDEX_VARIABLE)
-        if index:
-            self._listing = ShardIndex.load(Path(index)).apply(self._listing)
-        manifest = self._listing.manifest
-        self.samples = make_samples(recipe, manifest.notes.get("category_map", {}) if manifest else {})
+        found = open_set(recipe, recipe.data.url, INDEX_VARIABLE, world.rank, record)
+        self._reader, self._listing = found.reader, found.listing
+        self.samples = make_samples(recipe, found.category_map)
         decoding = self.samples.decoding
         self._gpu: GpuDecoder | None = None
         if recipe.input.decoder == "gpu":
@@ -200,14 +216,15 @@ class DataFeed:
         self.decoding: dict[str, Any] | None = dataclasses.asdict(decoding)
         self._loader: Loader | None = None
         self._handed_out = 0
-        self.endpoint = self._reader.home.endpoint if recipe.storage.policy == "rank" or not on_s3 else ""
+        pinned_to_home = recipe.storage.policy == "rank" or found.credentials is None
+        self.endpoint = self._reader.home.endpoint if pinned_to_home else ""
         self.dataset_sha256 = self._listing.sha256
         self.num_records = self._listing.num_records
-        self.keys = [shard.key for shard in self._listing.shards]
+        self.shards: Sequence[ShardInfo] = self._listing.shards
         self.storage = {
             "policy": recipe.storage.policy,
-            "endpoints": [place.endpoint for place in places],
-            "region": credentials.region if credentials else "",
+            "endpoints": [place.endpoint for place in found.places],
+            "region": found.credentials.region if found.credentials else "",
             **dataclasses.asdict(Connection.of(recipe.storage)),
         }
 

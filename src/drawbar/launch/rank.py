@@ -16,11 +16,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+import psutil
+
 from drawbar.config import Recipe, load_recipe
 from drawbar.errors import DrawbarError, EnvironmentUnfit
-from drawbar.journal import Clock, Error, JournalWriter, ModelBuilt, RunEnd, RunStart
+from drawbar.journal import Clock, Error, JournalWriter, ModelBuilt, RunEnd, RunStart, TrainingStart
 from drawbar.launch import last_words
-from drawbar.launch.cold import flush_unflushed
+from drawbar.launch.cold import files_of, flush_unflushed
 from drawbar.launch.environment import decode_threads, describe, threads_per_rank
 from drawbar.launch.train_dir import train_dir
 from drawbar.world import World
@@ -72,12 +74,15 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
     from drawbar.checkpoint.find import store_of_rank
     from drawbar.checkpoint.reader import resume
     from drawbar.checkpoint.writer import About, CheckpointWriter
+    from drawbar.epochs import EvalPlan
     from drawbar.input.device import device_of_rank
+    from drawbar.launch.eval_feed import EvalFeed
     from drawbar.launch.feed import open_feed
-    from drawbar.train.build import build_training
+    from drawbar.train.build import build_training, make_evaluation
     from drawbar.train.clock import CudaClock, HostClock
-    from drawbar.train.loop import LoopSettings, train
+    from drawbar.train.loop import Between, LoopSettings, train
     from drawbar.train.precision import choose_precision
+    from drawbar.train.quality import Evaluations
 
     device = device_of_rank(recipe.launch.device, world)
     precision = choose_precision(recipe.model.precision, device)
@@ -88,6 +93,8 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
 
     phase.now = "open data"
     feed = open_feed(recipe, world, device, decoders, journal.write)
+    eval_feed = EvalFeed(recipe, world, device, decoders, journal.write) if recipe.data.eval_url else None
+    plan = EvalPlan.of(recipe, feed.num_records)
     journal.write(
         RunStart(
             role="rank",
@@ -107,7 +114,7 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
 
     phase.now = "meet the other ranks"
     with _process_group(recipe, device) as control:
-        agree(control, recipe, world, feed.dataset_sha256)
+        agree(control, recipe, world, feed.dataset_sha256, eval_feed.dataset_sha256 if eval_feed else "")
         _write_clock(journal, control, world, "start")
         phase.now = "build model"
         # An emulated step passes on the host, whatever the device.
@@ -131,7 +138,13 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
             "compute threads": str(threads),
             "torch": torch.__version__,
         }
-        about = About(recipe=recipe, world=world, dataset_sha256=feed.dataset_sha256, rounding=rounding)
+        about = About(
+            recipe=recipe,
+            world=world,
+            dataset_sha256=feed.dataset_sha256,
+            num_records=feed.num_records,
+            rounding=rounding,
+        )
         resumed = resume(training, about, journal.write)
         checkpoints = None
         if recipe.checkpoint.url:
@@ -145,7 +158,7 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
                 first_step=resumed.step,
                 first_epoch=resumed.epoch,
             )
-        warmup_steps, steps = recipe.train.steps_from(resumed.step)
+        warmup_steps, steps = recipe.train.steps_from(resumed.step, plan.total_steps)
         settings = LoopSettings(
             first_step=resumed.step,
             warmup_steps=warmup_steps,
@@ -157,12 +170,36 @@ def _run(run_dir: Path, recipe: Recipe, world: World, journal: JournalWriter, ph
         def on_step(number: int) -> None:
             phase.now = f"step {number}"
 
+        def on_evaluation(step: int) -> None:
+            phase.now = f"evaluation after step {step}"
+
+        evaluations: Between | None = None
+        if eval_feed is not None:
+            evaluations = Evaluations(
+                make_evaluation(
+                    recipe, training, eval_feed.batches, device=device, dtype=precision.dtype, control=control
+                ),
+                eval_feed,
+                due=plan.due,
+                target=recipe.quality.targets,
+                journal=journal,
+                device=device,
+                control=control,
+                on_evaluation=on_evaluation,
+            )
+
         with _host_counters(run_dir, control, world):
-            flush_unflushed(recipe, world, feed.keys, journal)
+            files = files_of(recipe.data.url, feed.shards)
+            if eval_feed is not None:
+                files += files_of(recipe.data.eval_url, eval_feed.shards)
+            flush_unflushed(recipe, world, files, journal)
             torch.distributed.barrier(control)
+            # From here on data are read.
+            journal.write(TrainingStart(init_s=time.time() - psutil.Process().create_time()))
             feed.start(resumed.plan)
             with _summaries(recipe, run_dir, world, training, journal) as summaries:
-                between = [each for each in (summaries, checkpoints) if each]
+                # A checkpoint comes after the evaluation of its step: who resumes from it has not skipped one.
+                between = [each for each in (summaries, evaluations, checkpoints) if each]
                 train(feed.next_batch, training.step, clock, summaries or journal, settings, on_step, between)
             if checkpoints:
                 phase.now = "write the last checkpoint"
@@ -212,13 +249,20 @@ def _process_group(recipe: Recipe, device: torch.device) -> Iterator[ProcessGrou
     dist.destroy_process_group()
 
 
-def agree(control: ProcessGroup, recipe: Recipe, world: World, dataset_sha256: str) -> None:
+def agree(
+    control: ProcessGroup, recipe: Recipe, world: World, dataset_sha256: str, validation_sha256: str = ""
+) -> None:
     """Raises EnvironmentUnfit unless as many ranks met as the recipe asks for, all with one recipe and one data set."""
     import torch.distributed as dist
 
     if world.world_size != recipe.launch.ranks:
         raise EnvironmentUnfit(f"the recipe asks for {recipe.launch.ranks} ranks, {world.world_size} were started")
-    mine = {"recipe": recipe.sha256(), "data set": dataset_sha256, "Drawbar": describe()["drawbar"]}
+    mine = {
+        "recipe": recipe.sha256(),
+        "data set": dataset_sha256,
+        "validation set": validation_sha256,
+        "Drawbar": describe()["drawbar"],
+    }
     theirs: list[dict[str, str]] = [{} for _ in range(world.world_size)]
     dist.all_gather_object(theirs, mine, group=control)
     for rank, other in enumerate(theirs):

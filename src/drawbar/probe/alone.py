@@ -90,8 +90,7 @@ def read(rank: Rank) -> Measure:
     feed = rank.feed()
 
     def bodies(fetcher: Fetcher) -> Iterator[tuple[int | None, int]]:
-        while True:
-            group = fetcher.next_group()
+        while (group := fetcher.next_group()) is not None:
             open_sources = deque(fetcher.bodies(source) for source in group)
             while open_sources:
                 body = next(open_sources[0], None)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 
-from drawbar.analyze.schema import EndpointResult, Percentiles, Result
+from drawbar.analyze.repeats import SeriesResult
+from drawbar.analyze.schema import EndpointResult, Percentiles, QualityResult, Result
 from drawbar.plural import plural
 
 UNKNOWN = "-"
@@ -30,10 +32,25 @@ def milliseconds(seconds: float | None) -> str:
     return number(seconds * 1e3, 0 if seconds >= 0.1 else 1 if seconds >= 0.01 else 2)
 
 
+def duration(seconds: float) -> str:
+    """`12.3 s`, `4:05 min`, `2:03:04 h`."""
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, whole = divmod(round(seconds), 60)
+    return f"{minutes}:{whole:02d} min" if minutes < 100 else f"{minutes // 60}:{minutes % 60:02d}:{whole:02d} h"
+
+
+def metrics(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in values.items())
+
+
 def headline(result: Result) -> str:
     """What happened in one short line."""
     if result["status"] != "ok":
         return {"failed": "The run failed", "interrupted": "The run was interrupted"}[result["status"]]
+    quality = result["quality"]
+    if quality is not None and quality["time_to_quality_s"] is not None:
+        return f"{duration(quality['time_to_quality_s'])} to {target(quality['target'])}"
     total = result["images_per_s"]["total"]
     if total is None:
         return "No throughput was measured"
@@ -70,10 +87,61 @@ def rate_sentence(result: Result) -> str:
     if rate["total"] is None or interval_s is None:
         return f"{who} shared no time in which all of them measured, so there is no throughput."
     done = "took to an emulated accelerator" if is_emulated(result) else "trained"
+    paused = " (evaluations left out)" if result["quality"] and result["quality"]["evaluations"] else ""
     return (
         f"{who} together {done} {number(rate['total'])} images/s, taken over the {number(interval_s)} s in which all "
-        f"of them were measuring; step by step that is {number(rate['mean'])} ± {number(rate['stderr'])} images/s "
-        f"(mean ± standard error, jitter {number(rate['jitter'])}, n = {plural(rate['n'], 'step')})."
+        f"of them were measuring{paused}; step by step that is {number(rate['mean'])} ± {number(rate['stderr'])} "
+        f"images/s (mean ± standard error, jitter {number(rate['jitter'])}, n = {plural(rate['n'], 'step')})."
+    )
+
+
+def target(wanted: Mapping[str, float]) -> str:
+    """`top1 >= 0.759`, joined by `and`."""
+    signs = {"loss": "<="}
+    return " and ".join(f"{name} {signs.get(name, '>=')} {value:g}" for name, value in wanted.items())
+
+
+def quality_sentence(quality: QualityResult) -> str:
+    """Whether the target was met, when, or how far it was."""
+    evaluations = quality["evaluations"]
+    if not quality["target"]:
+        last = f"; the last: {metrics(evaluations[-1]['metrics'])}" if evaluations else ""
+        return f"No quality target; {plural(len(evaluations), 'evaluation')}{last}."
+    wanted = target(quality["target"])
+    passes = "" if quality["epochs"] is None else f" and {number(quality['epochs'], 2)} epochs"
+    effort = f"{plural(quality['steps'], 'step')}{passes}"
+    off = "" if quality["on_clock"] else ", evaluations left out"
+    if quality["time_to_quality_s"] is not None:
+        met = next(item for item in evaluations if item["met"])
+        took = f"{duration(quality['time_to_quality_s'])}{off}, after {effort}"
+        return f"Time to quality ({wanted}): {took}: {metrics(met['metrics'])}."
+    best = {
+        name: (min if name == "loss" else max)(found)
+        for name in quality["target"]
+        if (found := [item["metrics"][name] for item in evaluations if name in item["metrics"]])
+    }
+    came = f"; the best were {metrics(best)}" if best else ""
+    return f"The target ({wanted}) was not met in {duration(quality['time_s'])}{off} and {effort}{came}."
+
+
+def series_sentence(series: SeriesResult) -> str:
+    seconds = series["time_to_quality_s"]
+    if seconds is None:
+        return "no time to quality: too many runs did not meet the target"
+    dropped = sum(run["counted"] != "kept" for run in series["runs"])
+    without = " without the fastest and the slowest" if dropped else ""
+    return f"time to quality: {seconds:.2f} s, the mean of {plural(len(series['runs']) - dropped, 'run')}{without}"
+
+
+def split_sentence(quality: QualityResult) -> str:
+    """What the time is made of."""
+    counted = "" if quality["on_clock"] else " off the clock"
+    init = f"; building the model before the clock took {duration(quality['init_s'])}" if quality["init_s"] else ""
+    return (
+        f"It is {quality['samples']:,} images trained at {number(quality['train_images_per_s'])} images/s "
+        f"({duration(quality['train_s'])}), {plural(len(quality['evaluations']), 'evaluation')} "
+        f"({duration(quality['evaluation_s'])}, {percent(quality['evaluation_share'], 1)} of both){counted}, and "
+        f"{duration(max(0.0, quality['other_s']))} of the rest{init}."
     )
 
 
@@ -120,6 +188,14 @@ def meaning_sentence(result: Result) -> str:
     if is_emulated(result):
         counted = counted.replace("trained", "handed to an emulated accelerator")
     with_reasons = "; quote it with the reasons above" if result["validity"]["reasons"] else ""
+    quality = result["quality"]
+    if quality is not None and quality["reached"] is not None:
+        if not quality["reached"]:
+            return f"The target was not met, so there is no time to quality; the throughput stands{with_reasons}."
+        return (
+            "This is the time to quality of one seed, and seeds differ: --repeats gives a mean. It is MLPerf-style, no "
+            f"MLPerf result{with_reasons}."
+        )
     return f"This many images per second were {counted} by all ranks together{with_reasons}."
 
 
@@ -190,7 +266,8 @@ def balance_sentence(result: Result) -> str:
         received += f"; {megabytes(counts['received_bytes'])} MB taken from memory"
     inflated = counts["inflated_bytes"]
     added = f" + {megabytes(inflated)} MB added by decompressing" if inflated else ""
-    return f"{received}{added} = {trained} MB trained + {discarded} MB discarded + metadata"
+    evaluated = f" + {megabytes(counts['eval_bytes'])} MB evaluated" if counts["eval_bytes"] else ""
+    return f"{received}{added} = {trained} MB trained + {discarded} MB discarded{evaluated} + metadata"
 
 
 def reading_sentence(result: Result) -> str:

@@ -55,7 +55,7 @@ class Reader(Protocol):
     @property
     def failed_bytes(self) -> int: ...
 
-    def get(self, key: str, start: int, end: int, *, kind: str = "data", e_tag: str = "") -> bytes: ...
+    def get(self, key: str, start: int, end: int, *, kind: str = "", e_tag: str = "") -> bytes: ...
 
     def get_view(self, key: str, start: int, end: int, *, e_tag: str = "") -> memoryview: ...
 
@@ -77,11 +77,14 @@ class CountedReader:
         changed: Callable[[EndpointChange], None] = lambda change: None,
         *,
         rank: int = 0,
+        kind: str = "data",
     ) -> None:
         """`places` are one bucket through each endpoint, in the recipe's order. `record` gets every request when it
-        ended, `changed` what became of endpoints; both from any thread."""
+        ended, `changed` what became of endpoints; both from any thread. `kind` is what the journal calls ranges of
+        shards, `data` or `eval`."""
         self._places = [places] if isinstance(places, Place) else list(places)
         self._settings = settings
+        self._kind = kind
         self._record, self._changed = record, changed
         self._pool = EndpointPool(
             [place.endpoint for place in self._places],
@@ -107,20 +110,21 @@ class CountedReader:
         """The one that policy `rank` gives this rank; what is listed is listed there."""
         return self._places[self._pool.home]
 
-    def get(self, key: str, start: int, end: int, *, kind: str = "data", e_tag: str = "") -> bytes:
-        """Bytes [start, end) of an object, which must still be the version with this ETag where one is given.
+    def get(self, key: str, start: int, end: int, *, kind: str = "", e_tag: str = "") -> bytes:
+        """Bytes [start, end) of an object, which must still be the version with this ETag where one is given. `kind`:
+        where it is no range of a shard.
 
         Raises InputError (not there), DataError (gone, replaced), EnvironmentUnfit (refused, no answer) or RunFailed,
         once the budget is spent.
         """
-        return bytes(self._get(_Wanted(key=key, start=start, end=end, kind=kind, e_tag=e_tag)))
+        return bytes(self._get(_Wanted(key=key, start=start, end=end, kind=kind or self._kind, e_tag=e_tag)))
 
     def get_view(self, key: str, start: int, end: int, *, e_tag: str = "") -> memoryview:
         """As `get`, of a shard, in the store client's own memory: a copy more costs 0.05 CPU s per GB."""
-        return self._get(_Wanted(key=key, start=start, end=end, kind="data", e_tag=e_tag))
+        return self._get(_Wanted(key=key, start=start, end=end, kind=self._kind, e_tag=e_tag))
 
     def _get(self, wanted: _Wanted) -> memoryview:
-        planned = wanted.size if wanted.kind == "data" else 0
+        planned = wanted.size if wanted.kind == self._kind else 0
         with self._lock:
             self.planned_bytes += planned
         try:
@@ -139,7 +143,7 @@ class CountedReader:
     def reread(self, key: str, start: int, end: int, *, e_tag: str = "") -> bytes:
         """The same bytes once more, from another endpoint than the one whose answer to `get` they were, where there is
         one. Raises what `get` raises."""
-        wanted = _Wanted(key=key, start=start, end=end, kind="data", e_tag=e_tag, reread=True)
+        wanted = _Wanted(key=key, start=start, end=end, kind=self._kind, e_tag=e_tag, reread=True)
         return bytes(self._tried(wanted, self._senders_of(key, start, end)))
 
     def _senders_of(self, key: str, start: int, end: int) -> set[int]:
@@ -201,7 +205,7 @@ class CountedReader:
         return explain(error, where)
 
     def _try(self, index: int, wanted: _Wanted, attempt: int) -> memoryview:
-        place, is_data = self._places[index], wanted.kind == "data"
+        place, is_data = self._places[index], wanted.kind == self._kind
         begin_t = time.perf_counter()
         first_byte_s, got, status, error = 0.0, 0, 0, ""
         try:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from drawbar.config import Recipe
+from drawbar.epochs import run_steps
 from drawbar.journal import WeightsRead
 from drawbar.models.build import build_model, check_takes
-from drawbar.models.names import DETECTORS
+from drawbar.models.names import DETECTORS, MASK_RCNN
 from drawbar.models.weights import load_weights
+from drawbar.train.batch import HostBatch
 from drawbar.train.clock import StepClock
 from drawbar.train.detection import DetectionObjective
 from drawbar.train.emulated import EmulatedStep, buckets_of
+from drawbar.train.evaluate import Evaluation, ImageEvaluation
 from drawbar.train.exchange import Exchange
 from drawbar.train.objective import Classification, Objective
 from drawbar.train.optimizer import build_optimizer
@@ -41,6 +45,8 @@ class Training:
     """As it was built, not wrapped: what is evaluated and saved. On the meta device where the step is emulated."""
     optimizer: torch.optim.Optimizer
     step: Step
+    objective: Objective
+    """The step's; evaluations prepare their batches with it."""
     gradient_bytes: int
     """That this rank hands to the exchange in each step; 0 where there is none."""
     state: Mapping[str, Stateful] = field(default_factory=dict)
@@ -72,7 +78,7 @@ def build_training(
         trained,
         optimizer,
         objective,
-        learning_rate(recipe, total_steps=recipe.train.warmup_steps + recipe.train.steps, num_records=num_records),
+        learning_rate(recipe, total_steps=run_steps(recipe, num_records), num_records=num_records),
         clock=clock,
         device=device,
         precision=precision,
@@ -84,6 +90,7 @@ def build_training(
         model=model,
         optimizer=optimizer,
         step=step,
+        objective=objective,
         gradient_bytes=exchange.gradient_bytes if exchange else 0,
         state={"loss_scaler": step.scaler} if precision.name == "fp16" else {},
         weights=weights,
@@ -100,6 +107,7 @@ def _emulated(recipe: Recipe, world: World, device: torch.device, objective: Obj
         model=model,
         optimizer=build_optimizer(model, recipe.optimizer),
         step=step,
+        objective=objective,
         gradient_bytes=sum(bucket.gradients.nbytes for bucket in buckets),
     )
 
@@ -128,4 +136,31 @@ def make_objective(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> 
         )
     return Classification(
         device=device, dtype=dtype, channels_last=channels_last, label_smoothing=recipe.train.label_smoothing
+    )
+
+
+def make_evaluation(
+    recipe: Recipe,
+    training: Training,
+    batches: Callable[[], Iterable[HostBatch]],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    control: dist.ProcessGroup,
+) -> Evaluation:
+    """Of the model as it is when it runs. `batches`: this rank's share of the validation set, each time anew."""
+    if isinstance(training.objective, Classification):
+        to_device = training.objective.to_device
+        return ImageEvaluation(training.model, batches, to_device, device=device, dtype=dtype, control=control)
+    assert isinstance(training.objective, DetectionObjective)  # noqa: S101
+    # Not at the top: it needs pycocotools.
+    from drawbar.train.detection_evaluation import DetectionEvaluation
+
+    return DetectionEvaluation(
+        training.model,
+        training.objective,
+        batches,
+        num_classes=recipe.data.num_classes,
+        with_masks=recipe.model.name == MASK_RCNN,
+        control=control,
     )

@@ -106,6 +106,7 @@ def train(
         pauses = [pause for each in between if (pause := each.after(number)) is not None]
         tags = [pause.tag for pause in pauses]
         if pauses:
+            # Measuring goes on here: what was done in between is no step's time.
             previous = clock.mark()
         if any(pause.stop for pause in pauses):
             break
