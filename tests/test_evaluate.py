@@ -131,7 +131,7 @@ def test_metrics_are_those_of_the_whole_set_at_once(tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = build_model("trivial", NUM_CLASSES)
     everything = take(feed_of(recipe_of(tmp_path, 64)))[0]
-    pixels, labels = scaled(*everything)
+    pixels, labels = scaled(HostBatch(pixels=everything[0], labels=everything[1], epoch=0, release=lambda: None))
     with torch.no_grad():
         logits = model(pixels)
     ranks = (logits >= logits.gather(1, labels[:, None])).sum(1)

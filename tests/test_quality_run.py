@@ -59,6 +59,7 @@ def recipe(sets: Path, tmp_path: Path) -> Path:
         [train]
         batch_size = 8
         warmup_steps = 2
+        [optimizer]
         learning_rate = 0.1
         [eval]
         batch_size = 4

@@ -63,10 +63,8 @@ def make_cold(recipe: Recipe, storage: Storage, run_dir: Path, journal: JournalW
         write("nothing flushed from here", note=hooked or "server cache unknown: this store is not ours to flush")
         return storage
     sets = ((recipe.data.url, storage.listing), (recipe.data.eval_url, storage.validation))
-    flushed = flush_files(
-        recipe,
-        [file for url, listing in sets if listing for file in files_of(url, (shard.key for shard in listing.shards))],
-    )
+    files = [file for url, listing in sets if listing for file in files_of(url, listing.shards)]
+    flushed = flush_files(recipe, files)
     write(_joined(flushed.method, hooked), flushed.resident_fraction, flushed.note)
     return storage
 
