@@ -98,10 +98,6 @@ class ConstantFeed:
         if recipe.model.name in DETECTORS:
             masks = recipe.model.name == MASK_RCNN
             self._targets = [made_up_target(rng, (height, width), classes, masks=masks) for _ in range(batch)]
-        size, batch = recipe.input.image_size, recipe.train.batch_size
-        pixels = torch.from_numpy(rng.integers(0, 256, (batch, size, size, 3), np.uint8))
-        self._pixels = pixels.pin_memory() if device.type == "cuda" else pixels
-        self._labels = torch.from_numpy(rng.integers(0, recipe.data.num_classes, batch, np.int64))
         self._trained = 0
 
     def start(self, plan: PlanState | None = None) -> None:
