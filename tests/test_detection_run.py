@@ -21,7 +21,7 @@ SMALL = {
         image_size = 96
         [detection]
         blocks = [1, 1, 1]
-        channels = 8
+        channels = 16
         """,
     "maskrcnn_resnet50_fpn": """
         [detection]
@@ -29,7 +29,7 @@ SMALL = {
         long_side = 128
         group_batches = 2
         blocks = [1, 1, 1, 1]
-        channels = 8
+        channels = 16
         norm = "group"
         head_channels = 16
         head_features = 32

@@ -231,8 +231,9 @@ class Detection(Section):
     reference want them."""
     blocks: list[int] = []
     """Basic residual blocks in each stage of a trunk (SSD 3, Mask R-CNN 4 stages); empty: the model's own trunk."""
-    channels: int = Field(default=64, ge=8, le=256)
-    """Of the first stage of such a trunk and in proportion of SSD's further layers; each stage has twice the last's."""
+    channels: int = Field(default=64, ge=16, le=256)
+    """Of the first stage of such a trunk and in proportion of SSD's further layers; each stage has twice the last's.
+    At least 16: with 8, PyTorch 2.14 crashes on a CPU in the backward of a strided 1x1 convolution, channels last."""
     norm: Literal["model", "batch", "frozen", "group"] = "model"
     """`model`: SSD's trunk batch norm, its further layers none, Mask R-CNN frozen batch norm, which both need trained
     weights to be of use; others: of every layer but the last ones."""
