@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parent / "src" / "drawbar" / "input"
-SOURCE = FOLDER / "region_decode.c"
+SOURCES = [FOLDER / "region_decode.c", FOLDER / "huffman.c"]
 LIBRARY = FOLDER / "_region_decode.so"
 
 
@@ -26,7 +26,7 @@ def compile_library() -> str:
     compiler = shlex.split(os.environ.get("CC", "cc"))
     partial = LIBRARY.with_name(f"{LIBRARY.name}.{os.getpid()}")
     more = shlex.split(os.environ.get("CFLAGS", ""))
-    command = [*compiler, *flags, *more, "-o", str(partial), str(SOURCE), "-ldl", "-lm"]
+    command = [*compiler, *flags, *more, "-o", str(partial), *map(str, SOURCES), "-ldl", "-lm"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -6,8 +6,9 @@ Everybody reads the same TFRecord shards of 105-115 kB images from the page cach
 beforehand, resizes to 224 pixels by bilinear interpolation without smoothing, flips, and hands over batches of 64 uint8
 images; with 2 threads, or 2 workers. Rounds alternate, the order turned each time; each pass begins in the middle of a
 stream, so nobody lives on what was prefetched. Figures are medians, ratios are medians over rounds. The first images of
-each are compared with one reference, exactly decoded. From S3 the server runs on the same cores: what they allow is
-worked out from the CPU time of reading, serving and decoding, each measured alone.
+each are compared with one reference, exactly decoded. `limit` is Drawbar's decoder alone, `limit libjpeg-turbo`
+the same with libjpeg-turbo's own Huffman decoding. From S3 (`storage_peers.py`) the server runs on the same cores: what
+they allow is worked out from the CPU time of reading, serving and decoding, each measured alone.
 
 Peers run in the environment that `scripts/peers` makes (or DRAWBAR_PEERS_PYTHON); what is not there is left out. The
 last line is one JSON object.
@@ -18,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,6 +33,7 @@ from typing import Any, Literal
 import numpy as np
 import psutil
 import simplejpeg
+import storage_peers
 import torch
 from input_contenders import BATCH_SIZE, CHECKED_IMAGES, SIZE, THREADS, UNTIMED_BATCHES, Plan
 from torchvision.transforms.v2 import functional
@@ -43,18 +44,13 @@ from drawbar.dataset.jpeg import parse_header
 from drawbar.dataset.tfrecord import RecordSplitter
 from drawbar.input import libjpeg
 from drawbar.input.augment import RecordRandom, train_placement
-from drawbar.launch.environment import EMBEDDED_ENDPOINTS, rank_environment
-from drawbar.storage import embedded
+from drawbar.launch.environment import rank_environment
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARDS = 16
+ENDPOINTS = 5
 LARGEST_DIFFERENCE = 3.0
 """Mean of 255 from the exact reference: what the fast options cost together, and far less than a wrong window."""
-
-
-def spent_cpu_s(processes: list[psutil.Process]) -> float:
-    times = [process.cpu_times() for process in processes]
-    return float(sum(spent.user + spent.system for spent in times))
 
 
 @dataclass
@@ -83,7 +79,7 @@ class Contender:
 
     def cpu_s(self) -> float:
         process = psutil.Process(self.process.pid)
-        return spent_cpu_s([process, *process.children(recursive=True)])
+        return storage_peers.cpu_s([process, *process.children(recursive=True)])
 
     def measure(self, images: int) -> None:
         before_s = self.cpu_s()
@@ -120,7 +116,9 @@ def make_set(folder: Path, images: int) -> None:
         ["make", "imagenet-like", str(folder / "images"), "--images", str(images), "--classes", "8"],
         ["pack", "folder", str(folder / "images"), str(folder / "set"), "--shards", str(SHARDS)],
     ):
-        subprocess.run([*drawbar, *command], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        done = subprocess.run([*drawbar, *command], capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{' '.join(command[:2])} failed: {done.stderr.strip()}")
 
 
 def write_plan(shards: Path, path: Path, epochs: int, seed: int) -> Plan:
@@ -237,6 +235,8 @@ def measure_local(bench: Bench, rounds: int, images: int, region: bool) -> tuple
     for decoder in decoders:
         openers.append(partial(bench.drawbar, "loader", f"drawbar {decoder}", url, decoder))
         openers.append(partial(bench.drawbar, "limit", f"limit {decoder}", url, decoder))
+    if region:
+        openers.append(partial(bench.drawbar, "limit_libjpeg", "limit libjpeg-turbo", url, "region"))
     openers.append(partial(bench.peer, "DataLoader", sys.executable))
     if python:
         openers += [partial(bench.peer, "tf.data", python), partial(bench.peer, "DALI", python)]
@@ -259,6 +259,8 @@ def measure_local(bench: Bench, rounds: int, images: int, region: bool) -> tuple
                 if name in by_name:
                     figures[f"ratio_{key}{end}"] = ratio(ours, by_name[name])
             figures[f"fraction_of_limit{end}"] = ratio(ours, by_name[f"limit {decoder}"])
+        if region:
+            figures["fraction_of_libjpeg_turbo_limit"] = ratio(best, by_name["limit libjpeg-turbo"])
         figures["all_images_per_s"] = {found.name: found.rate for found in contenders}
         figures["cpu_us_per_image"] = {found.name: median(found.cpu_us) for found in contenders}
         return figures, median(best.cpu_us) / 1e6
@@ -276,45 +278,10 @@ def _all(openers: Sequence[Callable[[], Any]]) -> Iterator[list[Contender]]:
 
 def measure_s3(bench: Bench, rounds: int, images: int, decoder: str, local_cpu_s: float) -> dict[str, Any]:
     """From the embedded store, beside the local files; and the clients' and the server's CPU time by themselves."""
-    folder = bench.folder / "s3"
-    store = embedded.up(folder, num_endpoints=1)
-    servers = [psutil.Process(pid) for pid in (store.server_pid, *store.gateway_pids)]
-
-    try:
-        options = ["--endpoint", store.endpoints[0], "--store-dir", str(folder), "--shards", str(SHARDS)]
-        pack = [
-            sys.executable,
-            "-m",
-            "drawbar",
-            "data",
-            "pack",
-            "folder",
-            str(bench.folder / "images"),
-            "s3://bench/set",
-        ]
-        subprocess.run([*pack, *options], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        env = {
-            EMBEDDED_ENDPOINTS: ",".join(store.endpoints),
-            "AWS_ACCESS_KEY_ID": store.access_key_id,
-            "AWS_SECRET_ACCESS_KEY": store.secret_access_key,
-            "AWS_REGION": "us-east-1",
-            # For the clients that look for it.
-            "AWS_ENDPOINT_URL": store.endpoints[0],
-            "AWS_ALLOW_HTTP": "true",
-        }
-        path, found = recipe(bench.folder, "read", "s3://bench/set", "full")
-        command = [sys.executable, str(REPOSITORY / "bench/input_drawbar.py"), "read", str(bench.plan_path), str(path)]
-        before_s = spent_cpu_s(servers)
-        env_path = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
-        done = subprocess.run(
-            command, check=True, capture_output=True, text=True, timeout=300,
-            env=rank_environment(found, os.environ | env | env_path, 1),
-        )  # fmt: skip
-        clients: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
-        set_gb = sum(os.path.getsize(shard) for shard in bench.plan.shards) / 1e9
-        server_s_per_gb = (spent_cpu_s(servers) - before_s) / (set_gb * 6 * len(clients["cpu_s_per_gb"]))
-        for name, seconds in clients["cpu_s_per_gb"].items():
-            print(f"read alone: {name} {seconds:.3f} client CPU s/GB, {clients['mb_per_s'][name]:.0f} MB/s", flush=True)
+    with storage_peers.stored_set(bench.folder / "images", bench.folder / "s3", ENDPOINTS, SHARDS) as store:
+        env = storage_peers.client_environment(store)
+        os.environ.update(env)
+        alone = storage_peers.measure(store, rounds)
         openers = [
             partial(bench.drawbar, "loader", "drawbar S3", "s3://bench/set", decoder, env),
             partial(bench.drawbar, "loader", "drawbar local", str(bench.folder / "set"), decoder),
@@ -322,21 +289,16 @@ def measure_s3(bench: Bench, rounds: int, images: int, decoder: str, local_cpu_s
         with _all(openers) as (from_s3, local):
             check_pixels(from_s3, bench.plan, bench.folder)
             alternate([from_s3, local], rounds, images)
-            image_gb = set_gb / len(bench.plan.offset)
-            cost_s = local_cpu_s + image_gb * (clients["cpu_s_per_gb"]["drawbar"] + server_s_per_gb)
-            allowed = len(os.sched_getaffinity(0)) / cost_s
-            return {
-                "ratio_s3_to_local": ratio(from_s3, local),
-                "s3_images_per_s": from_s3.rate,
-                "s3_allowed_by_cpu_images_per_s": allowed,
-                "s3_fraction_of_cpu_budget": from_s3.rate / allowed,
-                "client_cpu_s_per_gb": clients["cpu_s_per_gb"],
-                "read_mb_per_s": clients["mb_per_s"],
-                "server_cpu_s_per_gb": server_s_per_gb,
-            }
-    finally:
-        embedded.down(folder)
-        shutil.rmtree(folder, ignore_errors=True)
+        image_gb = sum(os.path.getsize(shard) for shard in bench.plan.shards) / 1e9 / len(bench.plan.offset)
+        read_s = image_gb * (alone["client_cpu_s_per_gb"]["drawbar"] + alone["server_cpu_s_per_gb"])
+        allowed = len(os.sched_getaffinity(0)) / (local_cpu_s + read_s)
+        return {
+            "ratio_s3_to_local": ratio(from_s3, local),
+            "s3_images_per_s": from_s3.rate,
+            "s3_allowed_by_cpu_images_per_s": allowed,
+            "s3_fraction_of_cpu_budget": from_s3.rate / allowed,
+            **alone,
+        }
 
 
 def main() -> None:

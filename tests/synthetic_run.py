@@ -22,9 +22,11 @@ from drawbar.journal import (
     Event,
     Host,
     InputReport,
+    InputSample,
     InputStage,
     InputTotals,
     JournalWriter,
+    ModelBuilt,
     Request,
     RunEnd,
     RunStart,
@@ -129,7 +131,6 @@ def synthetic_run(
                 "batch_size": batch_size,
                 "warmup_steps": warmup_steps,
                 "steps": steps,
-                "learning_rate": 0.01,
                 "display_every": 10,
             },
             "launch": {"ranks": ranks},
@@ -180,6 +181,10 @@ def _rank_events(
         environment=ENVIRONMENT,
     )
     events: list[Event] = [start, Clock(t=own_t - 4, when="start", offset_s=behind_s, uncertainty_s=5e-5)]
+    gradient_bytes = 4 * 25_557_032 if recipe.launch.ranks > 1 else 0
+    events.append(
+        ModelBuilt(t=own_t - 3, model=recipe.model.name, parameters=25_557_032, gradient_bytes=gradient_bytes)
+    )
     step_bytes = train.batch_size * SAMPLE_BYTES
     due_bytes, offset = 0, 0
     for number, seconds in enumerate(length_s):
@@ -204,7 +209,7 @@ def _rank_events(
             due_bytes, offset = due_bytes - size, offset + size
         # What a rank waits for data more, it waits less for the others in the exchange.
         data_wait_s = seconds * (wait if wait == 0.2 else min(0.9, wait * rng.lognormvariate(0, 0.3)))
-        copy_s, optimizer_s = 0.02 * seconds, 0.05 * seconds
+        copy_s, exchange_s, optimizer_s = 0.02 * seconds, 0.03 * seconds, 0.05 * seconds
         events.append(
             Step(
                 t=own_t + seconds,
@@ -214,10 +219,12 @@ def _rank_events(
                 end_t=own_t + seconds,
                 data_wait_s=data_wait_s,
                 copy_s=copy_s,
-                compute_s=seconds - data_wait_s - copy_s - optimizer_s,
+                compute_s=seconds - data_wait_s - copy_s - exchange_s - optimizer_s,
+                exchange_s=exchange_s,
                 optimizer_s=optimizer_s,
                 samples=train.batch_size,
                 loss=7.0 - 0.01 * number,
+                learning_rate=0.01,
             )
         )
         own_t += seconds
@@ -239,21 +246,39 @@ def _rank_events(
         InputReport(
             t=own_t + 0.1, lanes=8, request_bytes=REQUEST_BYTES, read_ahead=4, tuned=["read_ahead"], first_batch_s=0.4
         ),
+        *_samples(own_t - sum(length_s), sum(length_s)),
         *_stages(own_t + 0.1, sum(length_s), images, total),
         Clock(t=own_t + 0.2, when="end", offset_s=behind_s, uncertainty_s=5e-5),
         RunEnd(t=own_t + 0.3, status="ok", unix_s=1.7e9 + 60),
     ]
 
 
+STAGE_SHARES = {
+    "fetch": (4, 0.25, 0.0, 0.75, 4),
+    "split": (1, 0.05, 0.15, 0.6, 0),
+    "shuffle": (1, 0.05, 0.15, 0.6, 512),
+    "decode": (2, 0.5, 0.1, 0.4, 0),
+    "batch": (1, 0.02, 0.15, 0.6, 2),
+}
+"""Threads; busy, blocked on input, blocked on output of their time; capacity of the queue, which is half full."""
+
+
+def _samples(begin_t: float, run_s: float) -> list[Event]:
+    return [
+        InputSample(
+            t=begin_t + second,
+            busy_s={name: share[1] * share[0] * second for name, share in STAGE_SHARES.items()},
+            wait_in_s={name: share[2] * share[0] * second for name, share in STAGE_SHARES.items()},
+            wait_out_s={name: share[3] * share[0] * second for name, share in STAGE_SHARES.items()},
+            queued={name: share[4] // 2 for name, share in STAGE_SHARES.items() if share[4]},
+            queue_capacity={name: share[4] for name, share in STAGE_SHARES.items() if share[4]},
+        )
+        for second in range(1, int(run_s) + 1)
+    ]
+
+
 def _stages(t: float, run_s: float, images: int, total_bytes: int) -> list[Event]:
     """Four fetches wait for room three quarters of the time; two decode threads are busy for half of it."""
-    shares = {
-        "fetch": (4, 0.25, 0.0, 0.75, 4),
-        "split": (1, 0.05, 0.15, 0.6, 0),
-        "shuffle": (1, 0.05, 0.15, 0.6, 512),
-        "decode": (2, 0.5, 0.1, 0.4, 0),
-        "batch": (1, 0.02, 0.15, 0.6, 2),
-    }
     return [
         InputStage(
             t=t,
@@ -267,7 +292,7 @@ def _stages(t: float, run_s: float, images: int, total_bytes: int) -> list[Event
             queue_capacity=capacity,
             queue_mean=capacity / 2,
         )
-        for stage, (threads, busy, wait_in, wait_out, capacity) in shares.items()
+        for stage, (threads, busy, wait_in, wait_out, capacity) in STAGE_SHARES.items()
     ]
 
 

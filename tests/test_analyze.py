@@ -7,7 +7,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from drawbar.analyze.facts import load_facts
+from drawbar.analyze.quality_rules import QUALITY_RULES
 from drawbar.analyze.result import analyze, result_of, to_json, write_result
 from drawbar.analyze.schema import Reason, Result
 from drawbar.analyze.throughput import rate_of
@@ -22,6 +23,7 @@ from drawbar.analyze.validity import RULES
 from drawbar.errors import InputError, RecipeError
 from drawbar.journal import (
     Cache,
+    CheckpointRead,
     Clock,
     DataSet,
     Error,
@@ -38,6 +40,7 @@ from drawbar.journal import (
 )
 from drawbar.report.page import environment_table, figures, write_page
 from drawbar.report.terminal import summary_text
+from tests.quality_run import quality_run
 from tests.synthetic_run import SAMPLE_BYTES, SyntheticRun, synthetic_run, with_changes
 
 
@@ -378,6 +381,25 @@ def change_start(rank: int, **values: Any) -> Callable[[SyntheticRun], None]:
     return lambda run: run.change(rank, RunStart, lambda start: with_changes(start, **values))
 
 
+def resumed(ranks: Sequence[int], *differences: str) -> Callable[[SyntheticRun], None]:
+    """These ranks went on from a checkpoint of step 0."""
+
+    def broken(run: SyntheticRun) -> None:
+        for rank in ranks:
+            read = CheckpointRead(
+                t=run.ranks[rank][0].t,
+                step=0,
+                source="/checkpoints/step-00000000",
+                size_bytes=1,
+                read_s=0.1,
+                load_s=0.1,
+                differences=list(differences),
+            )
+            run.ranks[rank].insert(1, read)
+
+    return broken
+
+
 def change_witness(source: str, share: float | None) -> Callable[[SyntheticRun], None]:
     """The count after the run times `share`; None drops both readings."""
 
@@ -498,7 +520,23 @@ def without_interval(run: SyntheticRun) -> None:
     run.change(1, Step, lambda step: with_changes(step, start_t=step.start_t + 1000, end_t=step.end_t + 1000))
 
 
+def skipped(*, bad: int, replaced: int) -> Callable[[SyntheticRun], None]:
+    """By a recipe that lets others stand in."""
+
+    def broken(run: SyntheticRun) -> None:
+        recipe = run.recipe
+        run.recipe = recipe.model_copy(update={"input": recipe.input.model_copy(update={"on_bad": "skip"})})
+        for rank in run.ranks:
+            run.change(rank, RunStart, lambda start: with_changes(start, recipe_sha256=run.recipe.sha256()))
+        run.change_launcher(RunStart, lambda start: with_changes(start, recipe_sha256=run.recipe.sha256()))
+        change_totals(bad_images=bad, replaced_images=replaced)(run)
+
+    return broken
+
+
 BROKEN: list[tuple[str, str, Callable[[SyntheticRun], None]]] = [
+    ("resumed together", "invalid", resumed([1])),
+    ("resumed training", "qualified", resumed([0, 1], "dropout is drawn anew")),
     ("run ended ok", "invalid", lambda run: run.change(1, RunEnd, lambda end: with_changes(end, status="terminated"))),
     ("complete journals", "invalid", without_rank_1),
     ("complete journals", "invalid", lambda run: run.drop(1, RunEnd)),
@@ -552,6 +590,14 @@ BROKEN: list[tuple[str, str, Callable[[SyntheticRun], None]]] = [
     ("cold epochs", "qualified", read_again),
     ("storage errors", "qualified", failed_request),
     ("bad images", "qualified", change_totals(bad_images=1)),
+    ("bad images", "qualified", skipped(bad=2, replaced=2)),
+    ("bad images", "invalid", skipped(bad=1, replaced=2)),
+    ("bad images", "invalid", change_totals(bad_images=1, replaced_images=1)),
+    (
+        "decoder",
+        "qualified",
+        lambda run: run.change(1, InputReport, lambda report: with_changes(report, fallback_images=500)),
+    ),
     (
         "whole data set",
         "qualified",
@@ -560,6 +606,11 @@ BROKEN: list[tuple[str, str, Callable[[SyntheticRun], None]]] = [
     ("step spans", "qualified", lambda run: run.change(1, Step, lambda step: with_changes(step, compute_s=0.0))),
     ("step spans", "invalid", lambda run: run.change(1, Step, lambda step: with_changes(step, compute_s=1.0))),
     ("compute threads", "qualified", other_environment),
+    (
+        "compilation",
+        "qualified",
+        lambda run: run.change(1, Step, lambda step: with_changes(step, tags=["compiled"] if step.step == 9 else [])),
+    ),
     (
         "CPU steal",
         "qualified",
@@ -587,6 +638,7 @@ def test_every_rule_speaks(tmp_path: Path, rule: str, severity: str, broken: Cal
     ("rule", "values"),
     [
         ("input", {"overrides": {"input": {"source": "constant"}}}),
+        ("training", {"overrides": {"emulate": {"step_s": 0.4}}}),
         ("deliberate faults", {"overrides": {"faults": {"slow_rank": 1, "slow_step_s": 0.1}}}),
         ("measured steps", {"steps": 19, "step_s": 1.0}),
         ("measured interval", {"steps": 24, "step_s": 0.25}),
@@ -600,10 +652,10 @@ def test_what_the_recipe_leaves_out_is_named(tmp_path: Path, rule: str, values: 
 
 
 def test_all_rules_are_provoked_here() -> None:
-    """A new rule needs a row above."""
-    recipes = {"input", "deliberate faults", "measured steps", "measured interval", "warm-up"}
+    """A new rule needs a row above; those on evaluations are provoked in test_time_to_quality.py."""
+    recipes = {"input", "training", "deliberate faults", "measured steps", "measured interval", "warm-up"}
     provoked = {rule for rule, _, _ in BROKEN} | recipes | {"readable journals"}
-    assert len(provoked) == len(RULES)
+    assert len(provoked) == len(RULES) - len(QUALITY_RULES)
 
 
 def test_a_runs_healthy_embedded_store_is_valid(tmp_path: Path) -> None:
@@ -661,10 +713,13 @@ STRANGE = [None, True, "x", 5, -1, 1.5, math.nan, math.inf, 10**30, 1e300, [], [
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("make", [lambda: synthetic_run(steps=3, warmup_steps=1, step_s=2.0), quality_run])
 @pytest.mark.parametrize("strange", STRANGE, ids=ascii)
-def test_no_value_in_any_field_makes_a_traceback_or_nan(tmp_path: Path, strange: Any) -> None:
+def test_no_value_in_any_field_makes_a_traceback_or_nan(
+    tmp_path: Path, strange: Any, make: Callable[[], SyntheticRun]
+) -> None:
     """Each field of each event once, at the first event of its kind; then text and figures are made."""
-    sound = synthetic_run(steps=3, warmup_steps=1, step_s=2.0).write(tmp_path / "sound")
+    sound = make().write(tmp_path / "sound")
     recipe = (sound / "recipe.toml").read_text()
     for name in ("rank-00001.jsonl", "launcher.jsonl", "host-n1.jsonl"):
         lines = (sound / "journal" / name).read_text().splitlines()
@@ -781,6 +836,9 @@ CONTRACT = [
     "au",
     "endpoints",
     "cache",
+    "checkpoints",
+    "resumed",
+    "weights",
     "quality",
     "validity",
     "verdict",
@@ -876,3 +934,4 @@ def test_a_journal_without_stages_has_none_in_its_result(tmp_path: Path) -> None
         run.drop(rank, InputStage, InputReport)
     counts = analyze(run.write(tmp_path))["input"]
     assert (counts["stages"], counts["reading"], counts["first_batch_s"]) == ([], None, None)
+    assert counts["fallback_images"] is None

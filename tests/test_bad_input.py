@@ -15,7 +15,8 @@ from drawbar.dataset.manifest import Manifest
 from drawbar.storage import embedded
 from drawbar.storage.environment import Credentials
 from drawbar.storage.stores import open_place
-from tests.drawbar_process import Finished, drawbar, processes_of
+from tests.drawbar_process import Finished, drawbar, processes_of, result_of
+from tests.small_recipe import write_recipe
 from tests.small_set import example, image, offsets, write_set
 
 NO_STORE = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "NO_PROXY": "127.0.0.1"}
@@ -23,30 +24,14 @@ NO_STORE = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "NO_P
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    path = tmp_path / "recipe.toml"
     write_set(tmp_path / "set")
-    path.write_text(
-        f"""
-        [data]
-        url = "{tmp_path / "set"}"
-        num_classes = 10
-        [storage]
-        connect_timeout_s = 2
-        retries = 1
-        [input]
-        image_size = 32
-        [model]
-        name = "trivial"
-        [train]
-        batch_size = 4
-        warmup_steps = 0
-        steps = 30
-        [launch]
-        stall_timeout_s = 30
-        ranks = 2
-        """
+    return write_recipe(
+        tmp_path,
+        tmp_path / "set",
+        storage={"connect_timeout_s": 2, "retries": 1},
+        train={"warmup_steps": 0, "steps": 30},
+        launch={"stall_timeout_s": 30},
     )
-    return path
 
 
 def run(recipe: Path, *settings: str, out: Path | None = None, env: dict[str, str] | None = None) -> Finished:
@@ -314,6 +299,35 @@ def test_a_bad_record_ends_the_run_with_its_place(
     finished = run(recipe, f"data.url={tmp_path / 'bad'}")
     assert finished.code == 4
     assert f"{where}: {words}" in finished.error_line
+    told = result_of(tmp_path / "run")["input"]["bad_records"]
+    assert [f"{row['shard']} at byte {row['offset']}" for row in told] == [where] * (label <= 10)
+
+
+@pytest.mark.run
+def test_with_skip_the_run_ends_well_and_says_how_many_records_were_bad(recipe: Path, tmp_path: Path) -> None:
+    encoded = image(30)
+    truncated = example(30, 1, encoded[: len(encoded) // 2])
+    paths = write_set(tmp_path / "bad", payloads={7: example(7, 1, b"no image at all"), 30: truncated})
+    finished = run(recipe, f"data.url={tmp_path / 'bad'}", "input.on_bad=skip")
+    assert finished.code == 0, finished.stderr
+    result = result_of(tmp_path / "run")
+    first, second = f"{paths[0].name} at byte {offsets(paths[0])[7]}", f"{paths[1].name} at byte {offsets(paths[1])[6]}"
+    assert [f"{row['shard']} at byte {row['offset']}" for row in result["input"]["bad_records"]] == [first, second]
+    # 240 of the 96 records: two whole epochs and half of a third.
+    counts = result["input"]
+    assert counts["trained_images"] == 240
+    assert 4 <= counts["replaced_images"] <= 6
+    assert counts["bad_images"] >= counts["replaced_images"]
+    assert counts["received_bytes"] == counts["trained_bytes"] + counts["discarded_bytes"]
+    assert [rank["steps"] for rank in result["ranks"]] == [30, 30]
+    (reason,) = (reason for reason in result["validity"]["reasons"] if reason["rule"] == "bad images")
+    assert reason["severity"] == "qualified"
+    assert f"stand in for {counts['replaced_images']} of 240 trained images (" in reason["actual"]
+    assert first in reason["actual"]
+    said = " ".join(finished.stdout.split())
+    assert "Bad records: " in said
+    assert f"{second}: cannot decode image: truncated JPEG" in said
+    assert second in (tmp_path / "run" / "report.html").read_text()
 
 
 @pytest.mark.run

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import cv2
@@ -22,7 +24,7 @@ from drawbar.errors import EnvironmentUnfit
 from drawbar.input import libjpeg
 from drawbar.input.augment import RecordRandom, eval_placement, random_crop
 from drawbar.input.image_decoder import BadImage, ImageDecoder, Placement, resize_opencv
-from drawbar.input.libjpeg import FAST_DCT, FAST_UPSAMPLING, SCALED_DCT, Pixels, View, Window
+from drawbar.input.libjpeg import FAST_DCT, FAST_UPSAMPLING, LIBJPEG_HUFFMAN, SCALED_DCT, Pixels, View, Window
 from drawbar.input.sample import SampleMaker
 
 needs_region = pytest.mark.skipif(not libjpeg.LIBRARY.exists(), reason="the region decoder is not built here")
@@ -57,6 +59,20 @@ def torchvision_resize(image: Pixels, window: Window, size: int) -> Pixels:
 
 def windows(image: Pixels, count: int) -> list[Window]:
     return [random_crop(image.shape[0], image.shape[1], RecordRandom(1, 0, 0, number)) for number in range(count)]
+
+
+@contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """As in an installation without a C compiler."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(libjpeg, "LIBRARY", libjpeg.LIBRARY.with_name("absent.so"))
+        libjpeg._library.cache_clear()
+        libjpeg.libjpeg_path.cache_clear()
+        try:
+            yield
+        finally:
+            libjpeg._library.cache_clear()
+            libjpeg.libjpeg_path.cache_clear()
 
 
 # The resize
@@ -140,19 +156,21 @@ def sample(picture: bytes, placement: Placement, decoder: Any, decode: Any, size
 @given(
     height=st.integers(1, 90), width=st.integers(1, 90), seed=st.integers(0, 10_000),
     subsampling=st.sampled_from(["4:4:4", "4:2:2", "4:2:0", "grey"]), progressive=st.booleans(),
-    restart=st.integers(0, 3),
+    restart=st.integers(0, 3), quality=st.sampled_from([5, 75, 100]), optimize=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=150, deadline=None)
 def test_a_window_has_the_pixels_of_the_whole_image(
     decode: Literal["fast", "exact"], height: int, width: int, seed: int, subsampling: str, progressive: bool,
-    restart: int,
+    restart: int, quality: int, optimize: bool,
 ) -> None:  # fmt: skip
     rng = np.random.default_rng(seed)
     image = rng.integers(0, 256, (height, width, 3), np.uint8)
+    how: dict[str, Any] = {"progressive": progressive, "restart_marker_blocks": restart, "quality": quality}
+    how["optimize"] = optimize
     if subsampling == "grey":
-        picture = encoded(image[..., 0], progressive=progressive, restart_marker_blocks=restart)
+        picture = encoded(image[..., 0], **how)
     else:
-        picture = encoded(image, subsampling=subsampling, progressive=progressive, restart_marker_blocks=restart)
+        picture = encoded(image, subsampling=subsampling, **how)
     fast = decode == "fast"
     whole = simplejpeg.decode_jpeg(picture, "RGB", fastdct=fast, fastupsample=fast)
     top, left = int(rng.integers(0, height)), int(rng.integers(0, width))
@@ -162,6 +180,44 @@ def test_a_window_has_the_pixels_of_the_whole_image(
     out = np.empty((window.height, window.width, 3), np.uint8)
     decoder.window(window, (FAST_DCT | FAST_UPSAMPLING) if fast else 0, out)
     assert np.array_equal(out, whole[top : top + window.height, left : left + window.width])
+
+
+@needs_region
+@given(
+    seed=st.integers(0, 1_000_000), subsampling=st.sampled_from(["4:4:4", "4:2:0"]), restart=st.integers(0, 3),
+    quality=st.sampled_from([30, 95]),
+)  # fmt: skip
+@settings(max_examples=400, deadline=None)
+def test_damaged_image_data_are_refused_wherever_libjpeg_does(
+    seed: int, subsampling: str, restart: int, quality: int
+) -> None:
+    """Or have the same pixels: Huffman decoding is ours; libjpeg, which lets some damage pass, is the reference."""
+    rng = np.random.default_rng(seed)
+    picture = bytearray(encoded(
+        rng.integers(0, 256, (70, 50, 3), np.uint8), subsampling=subsampling, restart_marker_blocks=restart,
+        quality=quality,
+    ))  # fmt: skip
+    first = picture.rindex(b"\xff\xda") + 14
+    for _ in range(int(rng.integers(1, 4))):
+        at = int(rng.integers(first, len(picture) - 2))
+        if rng.random() < 0.3:
+            del picture[at : at + int(rng.integers(1, 9))]
+        else:
+            picture[at] = int(rng.choice([0, 0xFF, 0xD0, 0xD1, 0xD9, int(rng.integers(256))]))
+    data, window = np.frombuffer(bytes(picture), np.uint8), Window(0, 0, 70, 50)
+    decoder = libjpeg.open_region_decoder()
+    found: list[Pixels | None] = []
+    for options in (0, LIBJPEG_HUFFMAN):
+        decoder.header(data)
+        out = np.empty((70, 50, 3), np.uint8)
+        try:
+            decoder.window(window, options, out)
+        except ValueError:
+            found.append(None)
+        else:
+            found.append(out)
+    ours, theirs = found
+    assert ours is None or (theirs is not None and np.array_equal(ours, theirs))
 
 
 @needs_region
@@ -252,11 +308,15 @@ def test_batch_slots_are_filled_in_place() -> None:
 # Kinds of files
 
 
-@pytest.fixture(params=["region", "full"])
-def decoder(request: pytest.FixtureRequest) -> ImageDecoder:
-    if request.param == "region" and not libjpeg.LIBRARY.exists():
+@pytest.fixture(params=["region", "full", "simplejpeg"])
+def decoder(request: pytest.FixtureRequest) -> Iterator[ImageDecoder]:
+    if request.param == "simplejpeg":
+        with nothing_compiled():
+            yield ImageDecoder("auto", "exact")
+    elif not libjpeg.LIBRARY.exists():
         pytest.skip("the region decoder is not built here")
-    return ImageDecoder(request.param, "exact")
+    else:
+        yield ImageDecoder(request.param, "exact")
 
 
 def centre(picture: bytes, decoder: ImageDecoder) -> Pixels:
@@ -343,13 +403,8 @@ def test_one_decoder_takes_images_of_all_sizes_in_turn(decoder: ImageDecoder) ->
 # What is chosen
 
 
-def test_without_the_library_whole_images_are_decoded_and_the_result_says_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    monkeypatch.setattr(libjpeg, "LIBRARY", tmp_path / "absent.so")
-    libjpeg._library.cache_clear()
-    libjpeg.libjpeg_path.cache_clear()
-    try:
+def test_without_the_library_whole_images_are_decoded_and_the_result_says_so() -> None:
+    with nothing_compiled():
         decoding = ImageDecoder("auto", "fast").decoding
         assert (decoding.decoder, decoding.resize, decoding.scaled_dct) == ("full", "opencv", False)
         assert "simplejpeg" in decoding.library
@@ -358,9 +413,6 @@ def test_without_the_library_whole_images_are_decoded_and_the_result_says_so(
             ImageDecoder("region", "fast")
         out = sample(PICTURES[0], Placement(Window(0, 0, 100, 100), View(0, 0, 100, 100)), "auto", "exact")
         assert out.std() > 0
-    finally:
-        libjpeg._library.cache_clear()
-        libjpeg.libjpeg_path.cache_clear()
 
 
 @needs_region

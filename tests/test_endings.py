@@ -16,6 +16,7 @@ import pytest
 from drawbar.storage import embedded
 from drawbar.storage.hold import hold
 from tests.drawbar_process import drawbar, finish, processes_of, rank_pids, result_of, start
+from tests.small_recipe import write_recipe
 from tests.small_set import write_set
 
 pytestmark = pytest.mark.run
@@ -24,26 +25,7 @@ pytestmark = pytest.mark.run
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     write_set(tmp_path / "set")
-    path = tmp_path / "recipe.toml"
-    path.write_text(
-        f"""
-        [data]
-        url = "{tmp_path / "set"}"
-        num_classes = 10
-        [input]
-        image_size = 32
-        [model]
-        name = "trivial"
-        [train]
-        batch_size = 4
-        warmup_steps = 1
-        steps = 20
-        [launch]
-        ranks = 2
-        stall_timeout_s = 20
-        """
-    )
-    return path
+    return write_recipe(tmp_path, tmp_path / "set", launch={"stall_timeout_s": 20})
 
 
 def in_shell(command: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:

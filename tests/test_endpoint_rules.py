@@ -146,8 +146,8 @@ def test_each_endpoint_has_its_troubles_counted(tmp_path: Path) -> None:
     assert tuple(other[name] for name in names) == (1, 1, 1, 1, 0, 0, 0, 0)  # type: ignore[literal-required]
     said = {reason["rule"]: reason for reason in result["validity"]["reasons"]}
     assert said["storage errors"]["actual"] == (
-        "3 failed requests, 2 retries, 2 answers that the store is busy, 1 damaged bodies, "
-        "1 times an endpoint was set aside"
+        "3 failed requests, 2 retries, 2 answers that the store is busy, 1 damaged body, "
+        "1 time an endpoint was set aside"
     )
     # A reread is no more than was planned: the byte balance holds.
     assert not {"received = planned", "received = sum of requests", "received = trained + discarded"} & said.keys()

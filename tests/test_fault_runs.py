@@ -10,12 +10,13 @@ import obstore
 import pytest
 
 from drawbar.config import Storage
-from drawbar.journal import Request, RunStart, read_run
+from drawbar.journal import InputSample, Request, RunStart, read_run
 from drawbar.storage import embedded
 from drawbar.storage.environment import Credentials
 from drawbar.storage.stores import open_place
 from tests.drawbar_process import drawbar, finish, rank_pids, result_of, start
 from tests.fault_proxy import FaultProxy, every
+from tests.small_recipe import write_recipe
 from tests.small_set import write_set
 
 pytestmark = pytest.mark.run
@@ -38,30 +39,13 @@ def store(embedded_store: embedded.EmbeddedStore, tmp_path_factory: pytest.TempP
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    path = tmp_path / "recipe.toml"
-    path.write_text(
-        """
-        [data]
-        url = "s3://fault-runs/train"
-        num_classes = 10
-        [storage]
-        request_bytes = 8192
-        timeout_s = 5
-        [input]
-        image_size = 32
-        shuffle_buffer = 16
-        [model]
-        name = "trivial"
-        [train]
-        batch_size = 4
-        warmup_steps = 2
-        steps = 60
-        [launch]
-        ranks = 2
-        stall_timeout_s = 60
-        """
+    return write_recipe(
+        tmp_path,
+        "s3://fault-runs/train",
+        storage={"request_bytes": 8192, "timeout_s": 5},
+        input={"shuffle_buffer": 16},
+        train={"warmup_steps": 2, "steps": 60},
     )
-    return path
 
 
 def words(endpoints: list[str], *settings: str) -> list[str]:
@@ -101,8 +85,12 @@ def test_an_endpoint_killed_and_brought_back_is_in_the_result(
     said = reasons(result)
     assert said["endpoint policy"]["severity"] == "qualified"
     assert "MB came from others" in said["endpoint policy"]["actual"]
-    assert "1 times an endpoint was set aside" in said["storage errors"]["actual"]
+    assert "1 time an endpoint was set aside" in said["storage errors"]["actual"]
     assert result["validity"]["grade"] == "qualified"
+    # 12 s of steps: a look at the stages each second.
+    for rank in read_run(run_dir).ranks:
+        assert len(rank.of(InputSample)) >= 6
+    assert 'id="figure-queues"' in (run_dir / "report.html").read_text()
     # Rank 1 has never asked the first endpoint, and nothing was counted that the store's side did not send.
     journal = read_run(run_dir)
     assert {request.endpoint for request in journal.ranks[1].of(Request)} == {endpoints[1]}

@@ -27,8 +27,9 @@ from drawbar.storage import embedded
 from drawbar.storage.environment import Credentials
 from drawbar.storage.stores import open_place
 from tests.drawbar_process import drawbar, result_of
+from tests.small_loader import loader_over, take
+from tests.small_recipe import write_recipe
 from tests.small_set import offsets, write_set
-from tests.test_loader import loader_over, take
 
 Compress = Callable[[bytes], bytes]
 
@@ -293,32 +294,15 @@ def foreign(embedded_store: embedded.EmbeddedStore, tmp_path_factory: pytest.Tem
     return embedded_store
 
 
-def write_recipe(folder: Path, url: str, store_dir: Path, ranks: int) -> Path:
-    path = folder / "recipe.toml"
-    path.write_text(
-        f"""
-        name = "foreign"
-        [data]
-        url = "{url}"
-        num_classes = 10
-        [storage]
-        embedded_dir = "{store_dir}"
-        request_bytes = 16384
-        [input]
-        image_size = 32
-        shuffle_buffer = 16
-        [model]
-        name = "trivial"
-        [train]
-        batch_size = 4
-        warmup_steps = 1
-        steps = 12
-        [launch]
-        ranks = {ranks}
-        stall_timeout_s = 60
-        """
+def recipe_for(folder: Path, url: str, store_dir: Path, ranks: int) -> Path:
+    return write_recipe(
+        folder,
+        url,
+        storage={"embedded_dir": str(store_dir), "request_bytes": 16384},
+        input={"shuffle_buffer": 16},
+        train={"steps": 12},
+        launch={"ranks": ranks},
     )
-    return path
 
 
 @pytest.mark.run
@@ -338,7 +322,7 @@ def test_check_and_stat_read_compressed_shards_from_s3(foreign: embedded.Embedde
 @pytest.mark.run
 def test_a_run_over_compressed_shards_accounts_for_every_byte(foreign: embedded.EmbeddedStore, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    finished = drawbar("run", write_recipe(tmp_path, "s3://foreign/mixed", foreign.directory, 3), "--out", run_dir)
+    finished = drawbar("run", recipe_for(tmp_path, "s3://foreign/mixed", foreign.directory, 3), "--out", run_dir)
     assert finished.code == 0, finished.stderr
     totals = [rank.first(InputTotals) for rank in read_run(run_dir).ranks]
     for total in totals:
@@ -356,7 +340,7 @@ def test_a_run_over_compressed_shards_accounts_for_every_byte(foreign: embedded.
 def test_ranks_share_the_only_shard_of_a_foreign_set_by_an_index_made_before_the_cold_start(
     foreign: embedded.EmbeddedStore, tmp_path: Path
 ) -> None:
-    recipe = write_recipe(tmp_path, "s3://foreign/single", foreign.directory, 2)
+    recipe = recipe_for(tmp_path, "s3://foreign/single", foreign.directory, 2)
     env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     finished = drawbar("run", recipe, "--out", tmp_path / "run", env=env)
     assert finished.code == 0, finished.stderr
@@ -384,7 +368,7 @@ def test_ranks_share_the_only_shard_of_a_foreign_set_by_an_index_made_before_the
 def test_compressed_shards_cannot_be_shared_by_more_ranks(tmp_path: Path) -> None:
     paths = write_set(tmp_path / "set", num_shards=2, manifest=False)
     compress_set(paths, [gzip.compress, None])
-    recipe = write_recipe(tmp_path, str(tmp_path / "set"), tmp_path, 3)
+    recipe = recipe_for(tmp_path, str(tmp_path / "set"), tmp_path, 3)
     finished = drawbar("run", recipe, "--out", tmp_path / "run", env={"XDG_CACHE_HOME": str(tmp_path / "cache")})
     assert finished.code == 2
     assert "more ranks than shards: 3 ranks, 2 shards" in finished.error_line
@@ -397,6 +381,6 @@ def test_a_run_over_one_of_two_sets_in_a_local_folder(tmp_path: Path) -> None:
     for path in write_set(tmp_path / "set", manifest=False)[:3]:
         (path.parent / path.name.replace("train", "validation").replace("00004", "00003")).write_bytes(b"no shard")
     run_dir = tmp_path / "run"
-    finished = drawbar("run", write_recipe(tmp_path, f"{tmp_path}/set/train-*", tmp_path, 2), "--out", run_dir)
+    finished = drawbar("run", recipe_for(tmp_path, f"{tmp_path}/set/train-*", tmp_path, 2), "--out", run_dir)
     assert finished.code == 0, finished.stderr
     assert result_of(run_dir)["samples"] == 2 * 12 * 4

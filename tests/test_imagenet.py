@@ -490,7 +490,7 @@ def test_wrong_label_files(flat: Path, truth: Path, ids: Path, images: Path, tmp
         (replace(good, class_ids=lines("1 n01440764", "3 n01443537")), "has 2 ids up to 3; expected 1 to 1000"),
         (
             replace(good, class_ids=lines(*(f"{n} {s}" for n, s in enumerate([*many, "n99999999"], start=1)))),
-            "has 1001 ids up to 1001; expected 1 to 1000",
+            "has 1,001 ids up to 1001; expected 1 to 1000",
         ),
         (
             replace(good, class_ids=lines(*(f"{n} {s}" for n, s in enumerate(many, start=1)))),
@@ -545,7 +545,7 @@ def test_a_list_of_all_classes_needs_no_other(thousand: tuple[Path, list[str]], 
     out = tmp_path / "out"
     done = drawbar("data", "pack", "imagenet", tar, out, "--split", "validation", "--labels", labels, "--workers", "1")
     assert done.code == 0, done.stderr
-    assert done.stdout.startswith("1000 records in 128 shards")
+    assert done.stdout.startswith("1,000 records in 128 shards")
     assert "warning" not in done.stderr
     assert Manifest.loads((out / "manifest.json").read_bytes()).labels == tuple(THOUSAND)
     source = scan_imagenet(tar, ImageNetFiles(labels=labels))
@@ -788,7 +788,7 @@ def test_the_command(images: Path, tmp_path: Path) -> None:
     check_boxes(out)
     refused = drawbar("data", "pack", "imagenet", tar, tmp_path / "out2")
     assert refused.code == 2
-    assert refused.error_line == "error: 1024 shards for 23 images; expected at most one shard per image"
+    assert refused.error_line == "error: 1,024 shards for 23 images; expected at most one shard per image"
     assert not (tmp_path / "out2").exists()
     refused = drawbar("data", "pack", "imagenet", tar, tmp_path / "out2", "--split", "val")
     assert refused.error_line.startswith("error: 128 shards for 23 images")

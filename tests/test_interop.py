@@ -27,7 +27,7 @@ from drawbar.dataset.walk import Fault, Origin
 from drawbar.storage.stores import open_place
 from tests.drawbar_process import drawbar
 from tests.peers import BOX_KEYS, Row, shown
-from tests.test_loader import loader_over
+from tests.small_loader import loader_over
 
 REPOSITORY = Path(__file__).parents[1]
 DEADLINE_S = 110.0

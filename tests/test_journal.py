@@ -17,6 +17,7 @@ from drawbar.journal import (
     Cache,
     Event,
     Host,
+    InputSample,
     JournalWriter,
     RunEnd,
     RunStart,
@@ -122,6 +123,9 @@ DEEP = json.loads("[" * 200 + "]" * 200)
 START = RunStart(
     role="rank", rank=0, world_size=1, node="n", pid=1, unix_s=0, recipe_sha256="", environment=ENVIRONMENT
 )
+SAMPLE = InputSample(
+    busy_s={"fetch": 1.5}, wait_in_s={"fetch": 0}, wait_out_s={}, queued={"fetch": 3}, queue_capacity={"fetch": 4}
+)
 HOST = Host(
     node="n",
     cpu_user_s=0,
@@ -155,6 +159,9 @@ HOST = Host(
         (step(), "loss", 1e300),
         (step(), "tags", "gc"),
         (step(), "tags", [None]),
+        (SAMPLE, "busy_s", {"fetch": "1"}),
+        (SAMPLE, "wait_in_s", {"fetch": math.nan}),
+        (SAMPLE, "queued", {"fetch": 0.5}),
         (START, "endpoint", None),
         (START, "environment", 5),
         (START, "environment", DEEP),

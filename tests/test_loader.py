@@ -5,86 +5,18 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from drawbar.config import Input, Storage
-from drawbar.dataset.listing import list_shards
 from drawbar.errors import DataError, DrawbarError, InputError, RunFailed
-from drawbar.input.loader import Batch, Loader, ReadPlan
 from drawbar.input.plan import LastBatch, PlanState
 from drawbar.input.reading import BUDGET_BYTES
-from drawbar.journal import InputTotals, Request
-from drawbar.storage.reader import CountedReader
-from drawbar.storage.stores import open_place
+from drawbar.journal import Event, InputSample, Request
+from tests.small_loader import loader_over, take, trained_ids
 from tests.small_set import NUM_CLASSES, example, image, offsets, write_set
-
-
-@contextmanager
-def loader_over(
-    folder: Path,
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    batch_size: int = 8,
-    decode_threads: int = 2,
-    num_classes: int = NUM_CLASSES,
-    requests: list[Request] | None = None,
-    request_bytes: int = 8192,
-    read_ahead: int = 3,
-    shuffle_buffer: int = 16,
-    prefetch_batches: int = 2,
-    seed: int = 1,
-    lanes: int = 16,
-    last_batch: LastBatch = "carry",
-    state: PlanState | None = None,
-) -> Iterator[Loader]:
-    storage = Storage(request_bytes=request_bytes, read_ahead=read_ahead)
-    settings = Input(
-        image_size=32,
-        shuffle_buffer=shuffle_buffer,
-        prefetch_batches=prefetch_batches,
-        seed=seed,
-        lanes=lanes,
-        last_batch=last_batch,
-    )
-    place = open_place(str(folder), None, None, storage)
-    reader = CountedReader(place, storage, (requests if requests is not None else []).append)
-    plan = ReadPlan(
-        shards=list_shards(place.store, place.prefix).shards,
-        rank=rank,
-        world_size=world_size,
-        batch_size=batch_size,
-        state=state,
-    )
-    loader = Loader(
-        plan,
-        reader,
-        num_classes=num_classes,
-        input=settings,
-        storage=storage,
-        decode_threads=decode_threads,
-    )
-    try:
-        yield loader
-    finally:
-        loader.close()
-
-
-def take(loader: Loader, num_batches: int) -> list[tuple[np.ndarray, np.ndarray, list[tuple[int, int, int]]]]:
-    """Pixels, labels and (epoch, shard, offset) of each batch; buffers go back at once."""
-    taken = []
-    for _ in range(num_batches):
-        batch: Batch = loader.next_batch(timeout_s=30)
-        ids = [(record.epoch, record.shard, record.offset) for record in batch.records]
-        taken.append((batch.images.copy(), batch.labels.copy(), ids))
-        loader.recycle(batch)
-    return taken
 
 
 @pytest.mark.parametrize("with_manifest", [True, False])
@@ -278,23 +210,6 @@ def test_a_manifest_that_counts_other_records_than_the_shard_holds_is_found(tmp_
 # Epochs, their ends, and going on with one
 
 
-def trained_ids(
-    folder: Path, num_batches: int, *, world_size: int, state: PlanState | None = None, **settings: Any
-) -> tuple[list[set[tuple[int, int, int]]], PlanState, list[InputTotals]]:
-    """Per global step what all ranks trained; the state after; the ranks' totals."""
-    steps: list[list[tuple[int, int, int]]] = [[] for _ in range(num_batches)]
-    totals = []
-    for rank in range(world_size):
-        with loader_over(folder, rank=rank, world_size=world_size, state=state, **settings) as loader:
-            for step, (_, _, ids) in zip(steps, take(loader, num_batches), strict=True):
-                step.extend(ids)
-            after = loader.state
-            totals.append(loader.close())
-    assert after is not None
-    assert all(len(set(step)) == len(step) for step in steps)
-    return [set(step) for step in steps], after, totals
-
-
 @pytest.mark.parametrize("last_batch", ["carry", "drop", "pad"])
 @pytest.mark.parametrize(("first_world", "second_world"), [(1, 2), (4, 1), (2, 8)])
 def test_an_epoch_goes_on_at_another_world_size_with_the_same_global_batches(
@@ -382,6 +297,41 @@ def test_each_stage_says_what_passed_and_where_it_waited(tmp_path: Path) -> None
         assert 0 <= stage.queue_mean <= max(stage.queue_capacity, 1)
     assert 0 < report.first_batch_s < wall_s
     assert (report.request_bytes, report.read_ahead, report.tuned, report.lanes) == (8192, 3, [], 16)
+
+
+def test_samples_tell_of_queues_and_waits_at_work_and_in_a_stall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drawbar.input.loader._SAMPLE_S", 0.02)
+    write_set(tmp_path)
+    told: list[Event] = []
+    with loader_over(tmp_path, told=told) as loader:
+        for _ in range(40):
+            take(loader, 1)
+            time.sleep(0.005)
+        at_work = len(told)
+        held = [loader.next_batch(timeout_s=30) for _ in range(4)]
+        with pytest.raises(RunFailed):
+            loader.next_batch(timeout_s=0.5)  # no buffer is free: everything is blocked by who does not give back
+        loader.recycle(held[0])
+        loader.close()
+        stages = {stage.stage: stage for stage in loader.stages()}
+    samples = [event for event in told if isinstance(event, InputSample)]
+    assert samples == told
+    assert at_work >= 3
+    assert len(samples) - at_work >= 5
+    for sample in samples:
+        assert set(sample.busy_s) == set(sample.wait_in_s) == set(sample.wait_out_s) == set(stages)
+        assert sample.queue_capacity == {"fetch": 3, "shuffle": 16, "batch": 2}
+        assert all(0 <= sample.queued[name] <= room for name, room in sample.queue_capacity.items())
+    first, last = samples[at_work], samples[-1]
+    stalled_s = last.t - first.t
+    assert last.queued["batch"] == 0
+    for name, threads in (("fetch", 3), ("split", 1), ("decode", 2)):
+        assert last.wait_out_s[name] - first.wait_out_s[name] >= 0.5 * threads * stalled_s, name
+    for name, stage in stages.items():
+        assert 0 < last.busy_s[name] <= stage.busy_s
+        assert last.wait_out_s[name] <= stage.wait_out_s
 
 
 def test_what_the_recipe_leaves_open_is_tuned_within_the_budget_and_said(tmp_path: Path) -> None:

@@ -185,8 +185,7 @@ def test_coco_shards_do_not_go_into_the_images(tmp_path: Path) -> None:
     for name in ("shards", "train2017"):
         with pytest.raises(InputError, match="lies in the source"):
             pack_coco(
-                tmp_path / "coco",
-                str(tmp_path / "coco" / name),
+                [str(tmp_path / "coco"), str(tmp_path / "coco" / name)],
                 annotations=None,
                 images=None,
                 captions=None,

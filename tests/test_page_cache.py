@@ -27,7 +27,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_flush_empties_and_reading_fills_again(file: Path) -> None:
     assert page_cache.resident_fraction([file]) == 1
-    assert "1 files, 3.0 MB" in page_cache.flush([file])
+    assert "1 file, 3.0 MB" in page_cache.flush([file])
     assert page_cache.resident_fraction([file]) == 0
     file.read_bytes()
     assert page_cache.resident_fraction([file]) == 1
@@ -107,7 +107,7 @@ def test_whole_host_says_what_it_did(file: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(page_cache, "_DROP_CACHES", tmp_path / "drop_caches")
     words = page_cache.flush([file], whole_host=True)
     if os.geteuid() == 0:
-        assert words.endswith("; drop_caches on the whole host")
+        assert words.endswith("; sync and drop_caches on the whole host")
         assert (tmp_path / "drop_caches").read_text() == "3\n"
     else:
         assert words.endswith("drop_caches needs root")

@@ -21,9 +21,10 @@ from drawbar.report.page import page, write_page
 from drawbar.report.plot import MAX_POINTS
 from drawbar.report.step_figures import throughput_figure
 from drawbar.report.terminal import RULE, WIDTH, StepPrinter, run_text, step_lines, summary_text
+from tests.quality_run import quality_run
 from tests.synthetic_run import SyntheticRun, synthetic_run, with_changes
 
-FIGURES = {"throughput", "shares", "step-time", "data-wait", "bytes", "hosts"}
+FIGURES = {"throughput", "shares", "step-time", "data-wait", "loss", "bytes", "queues", "hosts"}
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&{{7*7}}"
 
 
@@ -340,16 +341,17 @@ def browsed(path: Path, profile: Path) -> tuple[str, list[str]]:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-@pytest.mark.parametrize("make", [lambda: synthetic_run(ranks=3, noise=0.1), hostile_run])
+@pytest.mark.parametrize("make", [lambda: synthetic_run(ranks=3, noise=0.1), hostile_run, quality_run])
 def test_the_page_draws_every_figure_from_a_folder(tmp_path: Path, make: object) -> None:
     assert callable(make)
     run: SyntheticRun = make()
+    expected = {f"figure-{name}" for name in (*FIGURES, *(["accuracy", "loss"] if run.recipe.data.eval_url else []))}
     dom, console = browsed(write_page(run.write(tmp_path / "run")), tmp_path / "profile")
     assert console == []
-    assert dom.count("js-plotly-plot") >= len(FIGURES)
+    assert dom.count("js-plotly-plot") >= len(expected)
     drawn = [attrs for tag, attrs in Elements(dom).tags if "js-plotly-plot" in (attrs.get("class") or "")]
-    assert {str(attrs["id"]) for attrs in drawn} == {f"figure-{name}" for name in FIGURES}
-    assert dom.count('class="main-svg"') >= len(FIGURES)
+    assert {str(attrs["id"]) for attrs in drawn} == expected
+    assert dom.count('class="main-svg"') >= len(expected)
     assert "var(--" not in dom[dom.index('class="main-svg"') :].split("<script", 1)[0]
     assert not [attrs for tag, attrs in Elements(dom).tags if tag == "img" and "onerror" in attrs]
 

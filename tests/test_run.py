@@ -357,7 +357,7 @@ def test_more_ranks_than_shards_share_them_by_records(recipe: Path, tmp_path: Pa
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_names_step_and_rank(recipe: Path, tmp_path: Path) -> None:
-    finished = run(recipe, tmp_path / "nan", "train.learning_rate=1e38", "train.steps=50", "launch.ranks=2")
+    finished = run(recipe, tmp_path / "nan", "optimizer.learning_rate=1e38", "train.steps=50", "launch.ranks=2")
     assert finished.code == 4
     assert "loss is" in finished.error_line
     assert "at step" in finished.error_line

@@ -185,7 +185,7 @@ def test_resuming_makes_only_what_is_missing(tmp_path: Path) -> None:
         tmp_path / "set", num_images=12, num_classes=3, seed=2, workers=1, progress=lambda *step: seen.append(step)
     )
     assert stats.made == 2
-    assert seen == [("make", 12, 12)]
+    assert seen == [("making images", 12, 12)]
     assert contents(tmp_path / "set") == before
     assert make() == 0
 

@@ -97,7 +97,7 @@ def test_ctrl_c_while_the_processes_start_is_one_line(tmp_path: Path, delay_s: f
     os.killpg(process.pid, signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert [line for line in stderr.splitlines() if line and not line.startswith("make ")] == [
+    assert [line for line in stderr.splitlines() if line and not line.startswith("making ")] == [
         "error: interrupted by SIGINT"
     ]
     assert list(tmp_path.rglob("*.tmp")) == []

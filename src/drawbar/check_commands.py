@@ -18,6 +18,7 @@ from drawbar.dataset.listing import split_pattern
 from drawbar.dataset.stat import SetStats, histogram, stat_set
 from drawbar.dataset.walk import Fault, Origin
 from drawbar.errors import DataError, InputError
+from drawbar.plural import plural
 from drawbar.storage.address import find_address
 from drawbar.storage.failures import explain
 from drawbar.storage.urls import parse_url
@@ -134,10 +135,12 @@ class Rate:
         self._start_t = time.monotonic()
 
     def __call__(self, read_bytes: int, records: int) -> None:
-        total = f"{self._verb} {self._shards} shards: {read_bytes / 1e6:.0f} of {self._total_bytes / 1e6:.0f} MB"
+        total = (
+            f"{self._verb} {plural(self._shards, 'shard')}: {read_bytes / 1e6:.0f} of {self._total_bytes / 1e6:.0f} MB"
+        )
         rate = read_bytes / max(self.passed_s, 1e-9)
         left = f", {(self._total_bytes - read_bytes) / rate:.0f} s left" if rate and self.passed_s > 0.5 else ""
-        self._terminal.status(f"{total}, {records} records, {rate / 1e6:.0f} MB/s{left}")
+        self._terminal.status(f"{total}, {plural(records, 'record')}, {rate / 1e6:.0f} MB/s{left}")
 
 
 # Check
@@ -153,10 +156,10 @@ def fault_line(fault: Fault) -> str:
 def _check_text(summary: CheckSummary, passed_s: float) -> str:
     schema = {"imagenet": "ImageNet keys", "coco": "COCO keys", "none": "framing only"}[summary.schema]
     against = "against manifest.json" if summary.has_manifest else "no manifest.json"
-    read = f"{summary.shards} shards, {summary.records} records, {summary.read_bytes / 1e6:.1f} MB"
+    read = f"{plural(summary.shards, 'shard')}, {plural(summary.records, 'record')}, {summary.read_bytes / 1e6:.1f} MB"
     lines = [
         f"checked {read} in {passed_s:.1f} s ({summary.read_bytes / max(passed_s, 1e-9) / 1e6:.0f} MB/s); "
-        f"{schema}, {against}, {summary.decoded} images decoded"
+        f"{schema}, {against}, {plural(summary.decoded, 'image')} decoded"
     ]
     if summary.compressed_shards:
         lines.append(f"{summary.compressed_shards} shards are compressed: bytes of their records are decompressed ones")
@@ -242,9 +245,11 @@ def stat_text(stats: SetStats) -> str:
 def _stat_lines(stats: SetStats) -> Iterator[str]:
     compressed = ", ".join(f"{count} {kind}" for kind, count in stats.compression.items() if kind != "none")
     per_shard = f", {stats.records / stats.shards:.0f} records a shard" if stats.shards else ""
-    yield f"{stats.shards} shards, {stats.records} records, {stats.read_bytes / 1e6:.1f} MB{per_shard}"
+    read = f"{stats.read_bytes / 1e6:.1f} MB{per_shard}"
+    yield f"{plural(stats.shards, 'shard')}, {plural(stats.records, 'record')}, {read}"
     if stats.missing_shards:
-        yield f"NOT WHOLE: {stats.missing_shards} shards are missing, by the numbers of the others"
+        missing = plural(stats.missing_shards, "shard is", "shards are")
+        yield f"NOT WHOLE: {missing} missing, by the numbers of the others"
     if compressed:
         yield f"compressed shards: {compressed}; {stats.framed_bytes / 1e6:.1f} MB of records"
     for reason, count in stats.faults.most_common(5):

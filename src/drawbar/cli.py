@@ -13,7 +13,8 @@ import typer
 
 from drawbar import __version__
 from drawbar.data_cli import JsonFlag, data_app
-from drawbar.errors import DrawbarError, EnvironmentUnfit, Interrupted
+from drawbar.errors import DrawbarError, EnvironmentUnfit, Interrupted, QualityMissed, ResultInvalid
+from drawbar.model_commands import complete_name
 from drawbar.probe.names import STAGE_NAMES, StageName
 from drawbar.terminal import open_missing_streams, write_line
 
@@ -126,13 +127,54 @@ def run(
     out: Annotated[
         Path | None, typer.Option("--out", help="The run directory, new or empty.  [default: runs/NAME-TIME]")
     ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, max=100, help="Runs to quality with different seeds, below --out.")
+    ] = None,
     json_out: JsonFlag = False,
 ) -> None:
-    """One measurement: start the ranks, train, judge, report."""
+    """One measurement, or one run to quality: start the ranks, train, judge, report."""
     from drawbar.config import load_recipe
     from drawbar.launch.command import run_and_report
 
-    _finish_run(run_and_report(load_recipe(recipe, settings or []), out, json_out), json_out)
+    overrides = [*(settings or []), *([f"quality.repeats={repeats}"] if repeats else [])]
+    loaded = load_recipe(recipe, overrides)
+    if loaded.quality.repeats == 1:
+        _finish_run(run_and_report(loaded, out, json_out), json_out)
+    else:
+        _finish_series(loaded, out, json_out)
+
+
+@app.command(
+    "tf-cnn",
+    short_help="A command line of tf_cnn_benchmarks, as it stands.",
+    epilog="Example: drawbar tf-cnn --dry-run -- --model=resnet50 --batch_size=64 --nodistortions --use_fp16=True",
+)
+def tf_cnn(
+    flags: Annotated[
+        list[str] | None, typer.Argument(metavar="-- FLAGS", help="Those of tf_cnn_benchmarks, and --ecs_node.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print the recipe, and where each key is from.")
+    ] = False,
+    ignore_unknown: Annotated[
+        bool, typer.Option("--ignore-unknown", help="Go on without the flags that have no counterpart.")
+    ] = False,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one key; may be repeated.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The run directory, new or empty.  [default: runs/NAME-TIME]")
+    ] = None,
+    json_out: JsonFlag = False,
+) -> None:
+    """Runs what a command line of tf_cnn_benchmarks means: its flags become a recipe, and that is run."""
+    from drawbar.tf_cnn import command
+
+    if dry_run:
+        command.dry_run(flags or [], settings or [], ignore_unknown=ignore_unknown, json_out=json_out)
+        return
+    arguments = {"ignore_unknown": ignore_unknown, "json_out": json_out}
+    _finish_run(command.run(flags or [], settings or [], out, **arguments), json_out)
 
 
 @app.command(
@@ -157,6 +199,27 @@ def probe(
     loaded = load_recipe(recipe, settings or [])
     rates = prober.probe(loaded, [only] if only else STAGE_NAMES, seconds)
     print(prober.to_json(loaded, rates) if json_out else prober.to_text(loaded, rates))
+
+
+@app.command(
+    short_help="The models: input size, parameters, arithmetic, gradient bytes.",
+    epilog="Example: drawbar models resnet50 inception4 timm:convnext_tiny",
+)
+def models(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME]...",
+            autocompletion=complete_name,
+            help="Also torchvision:NAME and timm:NAME.  [default: all but those]",
+        ),
+    ] = None,
+    json_out: JsonFlag = False,
+) -> None:
+    """The models that a recipe can name, and what each costs: input size, parameters, arithmetic, gradient bytes."""
+    from drawbar.model_commands import show
+
+    show(names or [], json_out)
 
 
 @app.command(
@@ -185,7 +248,32 @@ def _finish_run(result: Any, json_out: bool) -> None:
         show_error(where + error["message"], error["hint"])
         raise typer.Exit(error["exit_code"])
     if result["validity"]["grade"] == "invalid":
-        raise typer.Exit(5)
+        raise typer.Exit(ResultInvalid.exit_code)
+    quality = result["quality"]
+    if quality is not None and quality["reached"] is False:
+        from drawbar.report.words import quality_sentence
+
+        show_error(quality_sentence(quality), None)
+        raise typer.Exit(QualityMissed.exit_code)
+
+
+def _finish_series(recipe: Any, out: Path | None, json_out: bool) -> None:
+    """As `_finish_run`, of several runs."""
+    import json
+
+    from drawbar.launch.repeats import run_series
+    from drawbar.report.words import series_sentence
+
+    series, last = run_series(recipe, out, json_out)
+    if series is None:
+        return _finish_run(last, json_out)
+    if json_out:
+        print(json.dumps(series, indent=2))
+    if any(run["grade"] == "invalid" for run in series["runs"]):
+        raise typer.Exit(ResultInvalid.exit_code)
+    if series["time_to_quality_s"] is None:
+        show_error(series_sentence(series), None)
+        raise typer.Exit(QualityMissed.exit_code)
 
 
 @s3_app.command(

@@ -22,6 +22,7 @@ data_app.add_typer(pack_app, name="pack")
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout instead of text.")]
 PackDest = Annotated[str, typer.Argument(help="A folder, or s3://bucket/prefix.")]
+NumShards = Annotated[int, typer.Option(min=1, max=99999, help="Number of shards.")]
 Split = Annotated[str, typer.Option(help="The shards' name prefix: train, validation.")]
 ShuffleSeed = Annotated[int, typer.Option(min=0, help="Of the shuffle.")]
 OnBadOption = Annotated[
@@ -31,8 +32,12 @@ OnBadOption = Annotated[
 Workers = Annotated[int, typer.Option(min=0, help="Worker processes; 0: one per core.")]
 Overwrite = Annotated[bool, typer.Option(help="Replace a set that is there.")]
 Endpoint = Annotated[str | None, typer.Option(help="S3 address.  [default: the embedded store, else AWS_ENDPOINT_URL]")]
+SetUrl = Annotated[str, typer.Argument(help="A folder or s3://bucket/prefix; may end in names, such as /train-*.")]
 MakeDest = Annotated[str, typer.Argument(help="Folder; with --shards also s3://bucket/prefix.")]
 NumImages = Annotated[int, typer.Option(min=1, help="Number of images.")]
+MakeSize = Annotated[
+    int | None, typer.Option(help="Long side of an average image in pixels.  [default: 500; of scenes 640]")
+]
 MakeSeed = Annotated[int, typer.Option(min=0, help="Same seed, same bytes.")]
 StraightToShards = Annotated[
     int | None, typer.Option("--shards", help="Write this many shards instead of files.  [default: files]")
@@ -49,7 +54,7 @@ def make_imagenet_like(
     dest: MakeDest,
     images: NumImages = 2048,
     classes: Annotated[int, typer.Option(min=1, max=1000, help="Number of classes.")] = 1000,
-    size: Annotated[int | None, typer.Option(help="Long side of an average image in pixels.  [default: 500]")] = None,
+    size: MakeSize = None,
     seed: MakeSeed = 1,
     workers: Workers = 0,
     shards: StraightToShards = None,
@@ -85,7 +90,7 @@ def make_imagenet_like(
 def make_coco_like(
     dest: MakeDest,
     images: NumImages = 1000,
-    size: Annotated[int | None, typer.Option(help="Long side of the images in pixels.  [default: 640]")] = None,
+    size: MakeSize = None,
     seed: MakeSeed = 1,
     workers: Workers = 0,
     shards: StraightToShards = None,
@@ -121,7 +126,7 @@ def make_coco_like(
 def pack_folder(
     source: Annotated[Path, typer.Argument(help="Folder of class sub-folders of images.")],
     dest: PackDest,
-    shards: Annotated[int, typer.Option(min=1, max=99999, help="Number of shards.")] = 16,
+    shards: NumShards = 16,
     classes: Annotated[
         Path | None,
         typer.Option(
@@ -221,12 +226,15 @@ def pack_imagenet(
     epilog="Example: drawbar data pack coco coco2017 s3://coco/train",
 )
 def pack_coco(
-    source: Annotated[
-        Path,
-        typer.Argument(help="COCO's folder (annotations/ beside train2017/ or train2017.zip), or an annotation file."),
+    places: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[SOURCE] DEST",
+            help="COCO's folder (annotations/ beside train2017/ or train2017.zip) or an annotation file, not needed "
+            "with --annotations; and a folder, or s3://bucket/prefix.",
+        ),
     ],
-    dest: PackDest,
-    shards: Annotated[int, typer.Option(min=1, max=99999, help="Number of shards.")] = 32,
+    shards: NumShards = 32,
     split: Split = "train",
     annotations: Annotated[
         Path | None, typer.Option(help="Annotation file.  [default: SRC/annotations/instances_SPLIT*.json]")
@@ -259,7 +267,7 @@ def pack_coco(
         store_dir=store_dir,
         json_out=json_out,
     )
-    pack(source, dest, annotations=annotations, images=images, captions=captions, masks=masks, options=options)
+    pack(places, annotations=annotations, images=images, captions=captions, masks=masks, options=options)
 
 
 @data_app.command(
@@ -267,7 +275,7 @@ def pack_coco(
     epilog="Example: drawbar data check s3://imagenet/train --sample 0.01",
 )
 def check(
-    url: Annotated[str, typer.Argument(help="A folder or s3://bucket/prefix; may end in names, such as /train-*.")],
+    url: SetUrl,
     decode: Annotated[bool, typer.Option("--decode", help="Decode every image and mask.")] = False,
     sample: Annotated[
         float | None, typer.Option(min=0, max=1, help="Decode this share of the images, the same ones every time.")
@@ -298,7 +306,7 @@ def check(
 
 @data_app.command(short_help="Describe any TFRecord set.", epilog="Example: drawbar data stat '/data/imagenet/train-*'")
 def stat(
-    url: Annotated[str, typer.Argument(help="A folder or s3://bucket/prefix; may end in names, such as /train-*.")],
+    url: SetUrl,
     workers: Workers = 0,
     endpoint: Endpoint = None,
     store_dir: PackStoreDir = None,

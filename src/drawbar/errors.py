@@ -7,6 +7,7 @@
     |-- DataError               4  a shard or record is damaged; names shard and offset
     |-- RunFailed               4  a rank died or a stage broke; names the rank
     |-- ResultInvalid           5  the run ended but its number must not be used
+    |-- QualityMissed           6  the run ended and its quality target was not met
     `-- Interrupted           130  Ctrl-C or SIGTERM
 
 Each carries one line that says what was wrong with the value seen, and optionally a hint that says what would be
@@ -52,6 +53,10 @@ class RunFailed(DrawbarError):
 
 class ResultInvalid(DrawbarError):
     exit_code = 5
+
+
+class QualityMissed(DrawbarError):
+    exit_code = 6
 
 
 class Interrupted(DrawbarError):

@@ -73,9 +73,12 @@ class Clock(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class DataSet(Event):
-    """What the launcher found under `data.url`. Which ranks see the same is told by `RunStart.dataset_sha256`."""
+    """What the launcher found under `data.url`, and of `data.eval_url`. Which ranks see the same is told by
+    `RunStart.dataset_sha256`."""
 
     name: ClassVar[str] = "data_set"
+    role: str = "training"
+    """Or `validation`."""
     shards: int
     size_bytes: int
     records: int | None = None
@@ -90,16 +93,33 @@ class DataSet(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Cache(Event):
-    """What was done to make the start cold, and what the run can show for it."""
+    """What was done on one host to make the start cold, and what can be shown for it. By the launcher, and by the
+    first rank of each host that it did not flush."""
 
     name: ClassVar[str] = "cache"
+    node: str = ""
+    """Host on which it was done; empty: the writer's."""
     wanted: str
     """`cold` or `any`."""
     method: str
     """In words: what was restarted or flushed."""
     resident_fraction: float | None = None
-    """Share of the store's volume files in the page cache after the flush (mincore); None: not measurable."""
+    """Share of the set's files, or of the store's volume files, in the page cache after the flush (mincore); None: not
+    measurable."""
     note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageFlush(Event):
+    """The user's own command for the storage side has ended, or was stopped. What it did cannot be seen from here."""
+
+    name: ClassVar[str] = "storage_flush"
+    command: list[str]
+    exit_code: int | None
+    """Negative: the signal that ended it; None: it took too long and was stopped."""
+    duration_s: float
+    log: str
+    """What it printed, below the run directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,8 +146,8 @@ class Request(Event):
     endpoint: str
     key: str
     kind: str
-    """`metadata` (manifest), `data` (a range of a shard), `probe` (one byte, to see whether an endpoint set aside is
-    well again)."""
+    """`metadata` (manifest), `data` (a range of a training shard), `eval` (of a validation shard), `probe` (one byte,
+    to see whether an endpoint set aside is well again), `checkpoint` (a file of one)."""
     offset: int
     wanted_bytes: int
     got_bytes: int
@@ -156,6 +176,20 @@ class EndpointChange(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelBuilt(Event):
+    """What this rank trains, or makes as if it did."""
+
+    name: ClassVar[str] = "model_built"
+    model: str
+    parameters: int
+    """Those that are trained."""
+    gradient_bytes: int
+    """That the rank hands to the exchange in each step; 0: nothing is exchanged."""
+    emulated_step_s: float = 0.0
+    """How long each step is made to take; 0: the model is really trained."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Step(Event):
     """One optimizer update on this rank. Spans are consecutive and make up the step."""
 
@@ -170,14 +204,137 @@ class Step(Event):
     copy_s: float
     """Handing the batch to the device and normalising it."""
     compute_s: float
-    """Forward, backward and the gradient exchange that overlaps with it."""
+    """Forward and backward, until the last gradient of this rank is ready; what is exchanged meanwhile costs no time of
+    its own."""
+    exchange_s: float = 0.0
+    """From then until the gradients of all ranks are averaged: waiting for slower ranks is in it."""
     optimizer_s: float
     samples: int
     """Samples this rank trained in this step."""
     loss: float | None
     """This rank's; None where it was not fetched from the device."""
+    learning_rate: float | None = None
+    """Of weights, in this update."""
     tags: list[str] = field(default_factory=list)
-    """Odd steps: `gc`, `epoch_start`."""
+    """Odd steps: `gc`, `epoch_start`, `update_skipped` (fp16's gradients overflowed), `compiled`, and
+    `after_checkpoint`, `after_evaluation` or `after_summary`: there was a pause before it, which is no step's time."""
+
+    @property
+    def after_pause(self) -> bool:
+        return any(tag.startswith("after_") for tag in self.tags)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointWrite(Event):
+    """A checkpoint that became whole; by rank 0, which writes for all. `t` is its end."""
+
+    name: ClassVar[str] = "checkpoint_write"
+    step: int
+    """Steps done when its state was taken."""
+    target: str
+    """Its place."""
+    size_bytes: int
+    pause_s: float
+    """All ranks stood still: waiting for the write before, meeting, and the copy."""
+    waited_s: float
+    """Of the pause: until the write before was done."""
+    copy_s: float
+    """Of the pause: the copy of the state to host memory."""
+    write_s: float
+    """From the end of the copy until it was whole, while training went on; its digests among it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRead(Event):
+    """This rank goes on from a checkpoint."""
+
+    name: ClassVar[str] = "checkpoint_read"
+    step: int
+    """Steps done before, which is the number of this run's first step."""
+    source: str
+    size_bytes: int
+    read_s: float
+    """All files, and their digests."""
+    load_s: float
+    """Into model, optimizer and the rest."""
+    differences: list[str]
+    """Why the losses may not be those of an uninterrupted run, each in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsRead(Event):
+    """Weights from `model.weights`, on this rank."""
+
+    name: ClassVar[str] = "weights_read"
+    source: str
+    size_bytes: int
+    read_s: float
+    loaded: int
+    """Tensors taken."""
+    head: list[str]
+    """Of the classifier, left random as the file has it for another number of classes, or not at all."""
+    missing: list[str]
+    """Buffers that the file does not have."""
+    unexpected: list[str]
+    """In the file, not in the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadRecord(Event):
+    """A record that gave no sample. Each is told once, and at most a hundred by a rank; `InputTotals.bad_images` counts
+    all of them, each time."""
+
+    name: ClassVar[str] = "bad_record"
+    key: str
+    """Of its shard."""
+    offset: int
+    epoch: int
+    reason: str
+    policy: str
+    """`input.on_bad`: what became of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary(Event):
+    """Rank 0 wrote to TensorBoard's event file after a step; the next step began when it had."""
+
+    name: ClassVar[str] = "summary"
+    step: int
+    write_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingStart(Event):
+    """This rank begins to read the training set: every rank is there, its model is built. Time to quality counts from
+    `t`."""
+
+    name: ClassVar[str] = "training_start"
+    init_s: float
+    """Since the rank's process was started: libraries, the process group, the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(Event):
+    """All ranks together evaluated the model on the whole validation set, between two steps."""
+
+    name: ClassVar[str] = "evaluation"
+    step: int
+    """The last one before it."""
+    epoch: int
+    """Passes over the training set finished, rounded up."""
+    start_t: float
+    end_t: float
+    """Of this rank; at the end it knows the metrics of all."""
+    images: int
+    """Evaluated by this rank."""
+    all_images: int
+    """By all of them."""
+    set_images: int | None
+    """In the validation set; None: its records are not known."""
+    data_wait_s: float
+    """Of this rank, waiting for batches."""
+    metrics: dict[str, float]
+    """Over all images, the same on every rank: `top1`, `top5`, `loss`, `box_ap`, `mask_ap`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,8 +353,11 @@ class InputTotals(Event):
     decoded_images: int
     trained_images: int
     bad_images: int
+    """Records met that gave no sample, those decoded ahead and never trained included."""
     epochs: float
     """Passes over the training set that the requests amount to."""
+    replaced_images: int = 0
+    """Among `trained_images`: others of their batch trained a second time, in the place of records without a sample."""
     padded_images: int = 0
     """Trained a second time in their epoch, to fill its last batch; among `trained_images`."""
     inflated_bytes: int = 0
@@ -220,6 +380,8 @@ class InputReport(Event):
     """Which of the two were found out during the run, and not given by the recipe."""
     first_batch_s: float
     """From making the loader to the first decoded batch; 0: there was none."""
+    fallback_images: int = 0
+    """Decoded on the CPU though the recipe says GPU, which did not take them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,6 +405,21 @@ class InputStage(Event):
     """Of the queue behind it: bodies, -, records held, -, batches; 0: none."""
     queue_mean: float
     """Finished items in it, on average, when somebody came to take one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputSample(Event):
+    """Where a rank's input stands: about once a second, as its loop asks for a batch or waits for one, so once a step
+    where steps last longer. By stage; its `InputStage` has the same counters at the end."""
+
+    name: ClassVar[str] = "input_sample"
+    busy_s: dict[str, float]
+    """Since the loader began, summed over the stage's threads, GETs and waits under way included."""
+    wait_in_s: dict[str, float]
+    wait_out_s: dict[str, float]
+    queued: dict[str, int]
+    """Finished items in the queue behind the stage, now: bodies, records, batches."""
+    queue_capacity: dict[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,13 +479,23 @@ EVENTS: dict[str, type[Event]] = {
         Clock,
         DataSet,
         Cache,
+        StorageFlush,
         Witness,
         Request,
         EndpointChange,
+        ModelBuilt,
         Step,
+        BadRecord,
+        Summary,
+        CheckpointWrite,
+        CheckpointRead,
+        WeightsRead,
+        TrainingStart,
+        Evaluation,
         InputTotals,
         InputReport,
         InputStage,
+        InputSample,
         Host,
         Error,
         RunEnd,
@@ -367,6 +554,7 @@ _CHECKS: dict[str, _Check] = {
     "list[str]": ((list,), None, _check_strings),
     "dict[str, Any]": ((dict,), None, _check_depth),
     "dict[str, int]": ((dict,), None, lambda values: _check_numbers(values, (int,), *_INT)),
+    "dict[str, float]": ((dict,), None, lambda values: _check_numbers(values, (int, float), *_FLOAT)),
     "list[dict[str, float]]": ((list,), None, _check_rows),
 }
 

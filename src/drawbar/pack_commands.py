@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +15,12 @@ from drawbar.config import Storage
 from drawbar.dataset.destination import Destination, FolderDestination, StoreDestination
 from drawbar.dataset.folder import scan_folder
 from drawbar.dataset.imagenet import ImageNetFiles, scan_imagenet
-from drawbar.dataset.items import Note, Progress, Source, no_note, plural
+from drawbar.dataset.items import Note, Progress, Source, no_note
 from drawbar.dataset.manifest import Manifest, RecordSchema
 from drawbar.dataset.pack import pack_share
 from drawbar.dataset.shard_writer import OnBad, PackSettings
 from drawbar.errors import InputError
+from drawbar.plural import plural
 from drawbar.storage import embedded
 from drawbar.storage.address import find_address
 from drawbar.storage.stores import open_place
@@ -57,7 +58,7 @@ class StageProgress:
             # What was there before this stage began (a packing that goes on) is not of its speed.
             self._stage, self._start_t, self._start_done = stage, now_t, done
         passed_s = now_t - self._start_t
-        text = f"{stage} {done}/{total}" if total else f"{stage} {done}"
+        text = f"{stage}: {done} of {total}" if total else f"{stage}: {done} so far"
         rate = (done - self._start_done) / passed_s if passed_s > 0.5 else 0.0
         if rate > 0:
             text += f", {rate:.0f}/s" + (f", {(total - done) / rate:.0f} s left" if total else "")
@@ -170,8 +171,7 @@ def make_coco_shards(dest: str, *, images: int, size: int | None, options: PackO
 
 
 def pack_coco(
-    source: Path,
-    dest: str,
+    places: Sequence[str],
     *,
     annotations: Path | None,
     images: Path | None,
@@ -181,11 +181,18 @@ def pack_coco(
 ) -> None:
     from drawbar.dataset.coco import find_layout, open_coco
 
+    *sources, dest = places
+    if len(sources) > 1 or not (sources or annotations):
+        raise InputError(
+            f"`drawbar data pack coco` got {len(places)} places: expected SOURCE and DEST",
+            hint="or DEST alone with --annotations FILE",
+        )
+    source = Path(sources[0]) if sources else cast(Path, annotations)
     layout = find_layout(source, options.split, annotations=annotations, images=images, captions=captions)
 
     def listed(progress: Progress, note: Note) -> Source:
         def of_bytes(done: int, total: int) -> None:
-            progress("read annotations (MB)", done // 1_000_000, total // 1_000_000)
+            progress("reading annotations, MB", done // 1_000_000, total // 1_000_000)
 
         return open_coco(layout, masks=masks, on_bad=cast(OnBad, options.on_bad), progress=of_bytes)
 
@@ -195,7 +202,7 @@ def pack_coco(
 
 def pack_folder(source: Path, dest: str, classes: Path | None, options: PackOptions) -> None:
     def listed(progress: Progress, note: Note) -> Source:
-        return scan_folder(source, classes, lambda count: progress("list", count, 0), note)
+        return scan_folder(source, classes, lambda count: progress("listing images", count, 0), note)
 
     refuse_inside(dest, source)
     pack_source(listed, dest, "imagenet", options)

@@ -9,6 +9,7 @@ from drawbar.analyze.facts import Facts
 from drawbar.analyze.schema import Reason, Severity
 from drawbar.analyze.timeline import RankTimeline
 from drawbar.journal import EndpointChange, Request
+from drawbar.plural import plural
 
 _SLACK_S = 1.0
 """A request that was sent elsewhere may begin this long before or after the journal has its endpoint set aside."""
@@ -33,7 +34,7 @@ def _outside_the_recipe(facts: Facts) -> str:
     strays = (
         f"rank {rank.rank} read from {url}"
         for rank in facts.run.ranks
-        for url in sorted({_url(request) for request in rank.requests} - known)
+        for url in sorted({_url(request) for request in rank.requests if request.kind != "checkpoint"} - known)
     )
     return next(strays, "")
 
@@ -59,7 +60,7 @@ def _own_endpoint(facts: Facts) -> Reason | None:
         return None
     actual = (
         f"{moved_bytes / 1e6:,.1f} of {total_bytes / 1e6:,.1f} MB came from others, as requests or the endpoint of "
-        f"{len(moved_ranks)} {'rank' if len(moved_ranks) == 1 else 'ranks'} failed"
+        f"{plural(len(moved_ranks), 'rank')} failed"
     )
     return _reason(expected, actual, "qualified")
 
@@ -81,14 +82,22 @@ def _in_turn(facts: Facts) -> Reason | None:
 
 def storage_errors(facts: Facts) -> Reason | None:
     """Anything that did not go well at once, in numbers."""
-    counts = {
-        "failed requests": sum(endpoint["errors"] for endpoint in facts.endpoints),
-        "retries": sum(endpoint["retries"] for endpoint in facts.endpoints),
-        "answers that the store is busy": sum(endpoint["busy"] for endpoint in facts.endpoints),
-        "damaged bodies": sum(endpoint["corrupt"] for endpoint in facts.endpoints),
-        "times an endpoint was set aside": sum(endpoint["set_aside"] for endpoint in facts.endpoints),
-    }
-    said = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+    counts = (
+        (sum(endpoint["errors"] for endpoint in facts.endpoints), "failed request", "failed requests"),
+        (sum(endpoint["retries"] for endpoint in facts.endpoints), "retry", "retries"),
+        (
+            sum(endpoint["busy"] for endpoint in facts.endpoints),
+            "answer that the store is busy",
+            "answers that the store is busy",
+        ),
+        (sum(endpoint["corrupt"] for endpoint in facts.endpoints), "damaged body", "damaged bodies"),
+        (
+            sum(endpoint["set_aside"] for endpoint in facts.endpoints),
+            "time an endpoint was set aside",
+            "times an endpoint was set aside",
+        ),
+    )
+    said = ", ".join(plural(count, noun, nouns) for count, noun, nouns in counts if count)
     if not said:
         return None
     return Reason(rule="storage errors", expected="none", actual=said, severity="qualified")

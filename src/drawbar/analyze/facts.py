@@ -5,12 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from drawbar.analyze.cold import cache_result
 from drawbar.analyze.failure import status_of
 from drawbar.analyze.hosts import host_result
-from drawbar.analyze.schema import CacheResult, DataSetResult, EndpointResult, HostResult, InputResult, Status
+from drawbar.analyze.quality import quality_result
+from drawbar.analyze.schema import (
+    CacheResult,
+    DataSetResult,
+    EndpointResult,
+    HostResult,
+    InputResult,
+    QualityResult,
+    Status,
+)
 from drawbar.analyze.throughput import GlobalSteps, Interval, common_interval, global_steps
 from drawbar.analyze.timeline import Run, load_run
-from drawbar.analyze.traffic import cache_result, data_set_result, endpoint_results, input_result
+from drawbar.analyze.traffic import data_set_result, endpoint_results, input_result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +34,7 @@ class Facts:
     data_set: DataSetResult | None
     cache: CacheResult
     hosts: list[HostResult]
+    quality: QualityResult | None
 
 
 def facts_of(run: Run) -> Facts:
@@ -38,6 +49,7 @@ def facts_of(run: Run) -> Facts:
         data_set=data_set_result(run),
         cache=cache_result(run),
         hosts=[host_result(host, interval) for host in run.hosts],
+        quality=quality_result(run),
     )
 
 

@@ -13,9 +13,18 @@ from typing import Any
 
 import numpy as np
 
+from drawbar.analyze.checkpoints import checkpoints_result, resumed_result, weights_result
 from drawbar.analyze.facts import Facts, load_facts
 from drawbar.analyze.failure import first_cause
-from drawbar.analyze.schema import RESULT_SCHEMA, RankResult, Result, Throughput, Verdict
+from drawbar.analyze.schema import (
+    RESULT_SCHEMA,
+    ModelResult,
+    RankResult,
+    Result,
+    SummariesResult,
+    Throughput,
+    Verdict,
+)
 from drawbar.analyze.throughput import (
     accelerator_utilization,
     data_wait,
@@ -28,7 +37,7 @@ from drawbar.analyze.throughput import (
 from drawbar.analyze.timeline import RankTimeline
 from drawbar.analyze.traffic import input_totals
 from drawbar.analyze.validity import judge
-from drawbar.journal import InputTotals
+from drawbar.journal import InputTotals, ModelBuilt, Step, Summary
 
 RESULT_NAME = "result.json"
 
@@ -50,7 +59,7 @@ def result_of(facts: Facts) -> Result:
         status=facts.status,
         error=first_cause(run),
         images_per_s=_throughput(facts, per_rank),
-        interval_s=facts.interval.length_s if facts.interval else None,
+        interval_s=facts.interval.measured_s if facts.interval else None,
         step_s=percentiles(np.concatenate([rank.measured.step_s for rank in ranks] or [np.empty(0)])),
         world_size=run.recipe.launch.ranks,
         steps=0 if facts.steps is None else len(facts.steps.step),
@@ -63,13 +72,18 @@ def result_of(facts: Facts) -> Result:
         worst_rank=waits.worst_rank if waits else None,
         worst_rank_data_wait_fraction=waits.worst if waits else None,
         au=accelerator_utilization(ranks),
+        model=_model(ranks),
         input=facts.input,
         endpoints=facts.endpoints,
         ranks=[_rank(rank, rate, total) for rank, rate, total in zip(ranks, per_rank, totals, strict=True)],
         hosts=facts.hosts,
         data_set=facts.data_set,
         cache=facts.cache,
-        quality=None,
+        checkpoints=checkpoints_result(run),
+        resumed=resumed_result(run),
+        weights=weights_result(run),
+        summaries=_summaries(ranks),
+        quality=facts.quality,
         validity=judge(facts),
         verdict=_verdict(facts),
         started_unix_s=first.unix_s if first else None,
@@ -89,6 +103,22 @@ def _throughput(facts: Facts, per_rank: list[float | None]) -> Throughput:
         jitter=rate.jitter if rate else None,
         n=rate.n if rate else 0,
         per_rank=per_rank,
+    )
+
+
+def _model(ranks: list[RankTimeline]) -> ModelResult | None:
+    built: ModelBuilt | None = next((event for rank in ranks for event in rank.journal.of(ModelBuilt)), None)
+    if built is None:
+        return None
+    first: list[Step] = ranks[0].journal.of(Step)
+    compiled = [s for rank in ranks for s in rank.journal.of(Step) if "compiled" in s.tags]
+    return ModelResult(
+        name=built.model,
+        parameters=built.parameters,
+        gradient_bytes=built.gradient_bytes,
+        emulated_step_s=built.emulated_step_s or None,
+        skipped_updates=sum("update_skipped" in step.tags for step in first),
+        compiled_s=max((step.end_t - step.start_t for step in compiled), default=None),
     )
 
 
@@ -118,6 +148,11 @@ def _rank(rank: RankTimeline, rate: float | None, totals: InputTotals | None) ->
         clock_offset_s=rank.clock.offset_s[0] if rank.clock.offset_s else None,
         clock_uncertainty_s=rank.clock.uncertainty_s,
     )
+
+
+def _summaries(ranks: list[RankTimeline]) -> SummariesResult | None:
+    events = [event for rank in ranks for event in rank.journal.of(Summary)]
+    return SummariesResult(written=len(events), write_s=sum(event.write_s for event in events)) if events else None
 
 
 def _verdict(facts: Facts) -> Verdict:

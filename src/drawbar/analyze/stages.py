@@ -103,5 +103,11 @@ def first_batch_s(run: Run) -> float | None:
     return max((report.first_batch_s for report in input_reports(run) if report.first_batch_s > 0), default=None)
 
 
+def fallback_images(run: Run) -> int | None:
+    """None where no rank told."""
+    reports = input_reports(run)
+    return sum(report.fallback_images for report in reports) if reports else None
+
+
 def _extremes(values: list[int]) -> list[int]:
     return [min(values), max(values)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import cast
 
 import numpy as np
 
@@ -25,10 +26,16 @@ class Interval:
 
     start_t: float
     end_t: float
+    paused_s: float = 0.0
+    """Of it, in which ranks did something else than training, such as evaluating."""
 
     @property
     def length_s(self) -> float:
         return self.end_t - self.start_t
+
+    @property
+    def measured_s(self) -> float:
+        return self.length_s - self.paused_s
 
 
 def common_interval(ranks: Sequence[RankTimeline]) -> Interval | None:
@@ -38,7 +45,9 @@ def common_interval(ranks: Sequence[RankTimeline]) -> Interval | None:
         return None
     start_t = max(float(rank.measured.start_t[0]) for rank in ranks)
     end_t = min(float(rank.measured.end_t[-1]) for rank in ranks)
-    return Interval(start_t=start_t, end_t=end_t) if end_t > start_t else None
+    steps = global_steps([rank.measured for rank in ranks], start_t)
+    paused_s = steps.paused_s if steps is not None else 0.0
+    return Interval(start_t=start_t, end_t=end_t, paused_s=paused_s) if end_t - start_t > paused_s else None
 
 
 def samples_within(steps: Steps, interval: Interval) -> float:
@@ -50,10 +59,10 @@ def samples_within(steps: Steps, interval: Interval) -> float:
 
 
 def images_per_s(ranks: Sequence[RankTimeline], interval: Interval | None) -> list[float | None]:
-    """Each rank's samples in the common interval / its length. Their sum is `total images/sec`."""
+    """Each rank's samples in the common interval / its length without pauses. Their sum is `total images/sec`."""
     if interval is None:
         return [None for _ in ranks]
-    return [samples_within(rank.measured, interval) / interval.length_s for rank in ranks]
+    return [samples_within(rank.measured, interval) / interval.measured_s for rank in ranks]
 
 
 def total_images_per_s(per_rank: Sequence[float | None]) -> float | None:
@@ -96,7 +105,8 @@ class GlobalSteps:
 
     step: Ints
     start_t: Floats
-    """End of the step before; for the first one, the start of the common interval."""
+    """End of the step before; for the first one, the start of the common interval; after a pause, the latest start over
+    all ranks."""
     end_t: Floats
     """The latest end over all ranks."""
     samples: Ints
@@ -107,6 +117,11 @@ class GlobalSteps:
     @property
     def duration_s(self) -> Floats:
         return self.end_t - self.start_t
+
+    @property
+    def paused_s(self) -> float:
+        """Between steps."""
+        return float((self.start_t[1:] - self.end_t[:-1]).sum())
 
 
 def global_steps(ranks: Sequence[Steps], start_t: float | None) -> GlobalSteps | None:
@@ -122,9 +137,13 @@ def global_steps(ranks: Sequence[Steps], start_t: float | None) -> GlobalSteps |
     losses = np.array([steps.loss[row] for steps, row in rows])
     count = fetched.sum(axis=0)
     mean_loss = np.where(fetched, losses, 0.0).sum(axis=0) / np.maximum(count, 1)
+    previous_t = np.concatenate([[start_t], end_t[:-1]])
+    paused = np.any([steps.after_pause[row] for steps, row in rows], axis=0)
+    paused[0] = False
+    latest_t = np.max([steps.start_t[row] for steps, row in rows], axis=0)
     return GlobalSteps(
         step=numbers,
-        start_t=np.concatenate([[start_t], end_t[:-1]]),
+        start_t=np.where(paused, np.maximum(latest_t, previous_t), previous_t),
         end_t=end_t,
         samples=np.sum([steps.samples[row] for steps, row in rows], axis=0),
         loss=[float(loss) if fetches else None for loss, fetches in zip(mean_loss, count, strict=True)],
@@ -143,11 +162,9 @@ def step_shares(steps: Steps) -> StepShares | None:
     total_s = float(steps.step_s.sum())
     if total_s <= 0:
         return None
-    data_wait, copy, compute, optimizer = (
-        float(span.sum()) / total_s for span in (steps.data_wait_s, steps.copy_s, steps.compute_s, steps.optimizer_s)
-    )
-    other = max(0.0, 1 - data_wait - copy - compute - optimizer)
-    return StepShares(data_wait=data_wait, copy=copy, compute=compute, optimizer=optimizer, other=other)
+    shares = {name: float(span.sum()) / total_s for name, span in steps.spans_s.items()}
+    other = max(0.0, 1 - sum(shares.values()))
+    return cast(StepShares, {**shares, "other": other})
 
 
 def accelerator_utilization(ranks: Sequence[RankTimeline]) -> float | None:
@@ -158,7 +175,10 @@ def accelerator_utilization(ranks: Sequence[RankTimeline]) -> float | None:
     copy and what the spans leave over count in the total only.
     """
     total_s = sum(float(rank.measured.step_s.sum()) for rank in ranks)
-    compute_s = sum(float((rank.measured.compute_s + rank.measured.optimizer_s).sum()) for rank in ranks)
+    compute_s = sum(
+        float((steps.compute_s + steps.exchange_s + steps.optimizer_s).sum())
+        for steps in (rank.measured for rank in ranks)
+    )
     return compute_s / total_s if total_s > 0 else None
 
 

@@ -64,11 +64,16 @@ class Steps:
     data_wait_s: Floats
     copy_s: Floats
     compute_s: Floats
+    exchange_s: Floats
     optimizer_s: Floats
     samples: Ints
     loss: Floats
     """NaN where the loss was not a number or not fetched; `fetched` tells the two apart."""
     fetched: Bools
+    learning_rate: Floats
+    """NaN where there is none."""
+    after_pause: Bools
+    """Something else was done before the step, such as an evaluation."""
 
     def __len__(self) -> int:
         return len(self.step)
@@ -76,6 +81,17 @@ class Steps:
     @property
     def step_s(self) -> Floats:
         return self.end_t - self.start_t
+
+    @property
+    def spans_s(self) -> dict[str, Floats]:
+        """The parts of each step in their order, by their names in `StepShares`."""
+        return {
+            "data_wait": self.data_wait_s,
+            "copy": self.copy_s,
+            "compute": self.compute_s,
+            "exchange": self.exchange_s,
+            "optimizer": self.optimizer_s,
+        }
 
 
 def steps_of(events: Sequence[Step], clock: ClockMap) -> Steps:
@@ -91,10 +107,13 @@ def steps_of(events: Sequence[Step], clock: ClockMap) -> Steps:
         data_wait_s=column("data_wait_s"),
         copy_s=column("copy_s"),
         compute_s=column("compute_s"),
+        exchange_s=column("exchange_s"),
         optimizer_s=column("optimizer_s"),
         samples=np.array([event.samples for event in ordered], dtype=np.int64),
         loss=np.array([math.nan if event.loss is None else event.loss for event in ordered], dtype=np.float64),
         fetched=np.array([event.loss is not None for event in ordered], dtype=np.bool_),
+        learning_rate=np.array([event.learning_rate for event in ordered], dtype=np.float64),
+        after_pause=np.array([event.after_pause for event in ordered], dtype=np.bool_),
     )
 
 
@@ -107,6 +126,8 @@ class RankTimeline:
     clock: ClockMap
     warmup: Steps
     measured: Steps
+    all_steps: Steps
+    """Both."""
     requests: list[Request]
 
     @property
@@ -141,6 +162,7 @@ def rank_timeline(journal: RankJournal, rank: int) -> RankTimeline:
         clock=clock,
         warmup=steps_of([step for step in steps if step.warmup], clock),
         measured=steps_of([step for step in steps if not step.warmup], clock),
+        all_steps=steps_of(steps, clock),
         requests=journal.of(Request),
     )
 

@@ -1,4 +1,4 @@
-"""Bytes: what clients received per endpoint, what the other side says it served, and whether that came from disk."""
+"""Bytes: what clients received per endpoint, and what the other side says it served."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from typing import cast
 
 import numpy as np
 
-from drawbar.analyze.schema import CacheResult, CacheState, DataSetResult, EndpointResult, InputResult, Latency
-from drawbar.analyze.stages import first_batch_s, reading_result, stage_results
+from drawbar.analyze.schema import (
+    BadRecordResult,
+    DataSetResult,
+    EndpointResult,
+    InputResult,
+    Latency,
+)
+from drawbar.analyze.stages import fallback_images, first_batch_s, reading_result, stage_results
 from drawbar.analyze.throughput import percentiles
 from drawbar.analyze.timeline import Run
-from drawbar.journal import Cache, DataSet, EndpointChange, InputTotals, Request, Witness
+from drawbar.journal import BadRecord, DataSet, EndpointChange, InputTotals, Request, Witness
 
-COLD_DISK_SHARE = 0.95
-"""Of the bytes served: a store that read at least this much from disk had (almost) nothing in its page cache."""
-COLD_RESIDENT_FRACTION = 0.01
-"""Of a folder's bytes: less than this in the page cache counts as cold."""
+MAX_BAD_RECORDS = 100
+"""Named in a result; the counts have them all."""
 
 
 def witness_deltas(run: Run, source: str) -> dict[str, int | None]:
@@ -112,9 +116,13 @@ def input_result(run: Run) -> InputResult:
         decoded_images=summed("decoded_images"),
         trained_images=summed("trained_images"),
         bad_images=summed("bad_images"),
+        replaced_images=summed("replaced_images"),
+        bad_records=bad_records(run),
+        fallback_images=fallback_images(run),
         padded_images=summed("padded_images"),
         # The rank that read most decides: its second pass over its share cannot be cold.
         epochs=max(total.epochs for total in known) if complete else None,
+        eval_bytes=sum(request.got_bytes for rank in run.ranks for request in rank.requests if request.kind == "eval"),
         reread_share=reread_share(request for rank in run.ranks for request in rank.requests),
         first_batch_s=first_batch_s(run),
         reading=reading_result(run),
@@ -122,11 +130,20 @@ def input_result(run: Run) -> InputResult:
     )
 
 
-def reread_share(requests: Iterable[Request]) -> float | None:
-    """Of the data bytes that arrived, the part that some rank of this run had fetched before; None without any."""
+def bad_records(run: Run) -> list[BadRecordResult]:
+    told = {(event.key, event.offset): event.reason for event in cast(list[BadRecord], run.events(BadRecord))}
+    return [
+        BadRecordResult(shard=shard, offset=offset, reason=reason)
+        for (shard, offset), reason in sorted(told.items())[:MAX_BAD_RECORDS]
+    ]
+
+
+def reread_share(requests: Iterable[Request], kinds: Sequence[str] = ("data",)) -> float | None:
+    """Of the bytes of these kinds that arrived, the part that some rank of this run had fetched before; None without
+    any."""
     ranges: dict[str, list[tuple[int, int]]] = {}
     for request in requests:
-        if request.kind == "data" and not request.error and request.got_bytes > 0:
+        if request.kind in kinds and not request.error and request.got_bytes > 0:
             ranges.setdefault(request.key, []).append((request.offset, request.offset + request.got_bytes))
     total = sum(end - start for pieces in ranges.values() for start, end in pieces)
     if not total:
@@ -141,7 +158,7 @@ def reread_share(requests: Iterable[Request]) -> float | None:
 
 
 def data_set_result(run: Run) -> DataSetResult | None:
-    event = next(iter(cast(list[DataSet], run.events(DataSet))), None)
+    event = next((found for found in cast(list[DataSet], run.events(DataSet)) if found.role == "training"), None)
     if event is None:
         return None
     return DataSetResult(
@@ -153,33 +170,3 @@ def data_set_result(run: Run) -> DataSetResult | None:
         missing_shards=event.missing,
         ignored_shards=event.ignored,
     )
-
-
-def cache_result(run: Run) -> CacheResult:
-    event = next(iter(cast(list[Cache], run.events(Cache))), None)
-    wanted = event.wanted if event else run.recipe.cache.start
-    gateway_bytes = total_delta(witness_deltas(run, "gateway"))
-    disk_read_bytes = total_delta(witness_deltas(run, "volume"))
-    share = disk_read_bytes / gateway_bytes if gateway_bytes and disk_read_bytes is not None else None
-    return CacheResult(
-        wanted=wanted,
-        state="not asked" if wanted != "cold" else _cache_state(run, share, event),
-        method=event.method if event else "",
-        resident_fraction=event.resident_fraction if event else None,
-        gateway_bytes=gateway_bytes,
-        disk_read_bytes=disk_read_bytes,
-        disk_share=share,
-        note=event.note if event else "",
-    )
-
-
-def _cache_state(run: Run, disk_share: float | None, event: Cache | None) -> CacheState:
-    if disk_share is not None:
-        return "cold" if disk_share >= COLD_DISK_SHARE else "not shown cold"
-    if event is None or event.resident_fraction is None or run.recipe.data.url.startswith("s3://"):
-        return "unknown"
-    if not 0 <= event.resident_fraction < COLD_RESIDENT_FRACTION:
-        return "not shown cold"
-    # A folder on a local disk is cached by this host alone, so an empty page cache is the proof. A note says that
-    # something speaks against that: another host's memory behind a network file system, for one.
-    return "unknown" if event.note else "cold"

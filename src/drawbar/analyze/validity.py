@@ -11,12 +11,16 @@ from operator import attrgetter
 
 import numpy as np
 
+from drawbar.analyze.checkpoint_rules import resumed_alike, resumed_together
+from drawbar.analyze.checkpoints import first_step
 from drawbar.analyze.endpoint_rules import endpoint_policy, storage_errors
 from drawbar.analyze.facts import Facts
+from drawbar.analyze.quality_rules import QUALITY_RULES, expected_steps, planned_warmup_steps
 from drawbar.analyze.schema import Grade, Reason, Severity, Validity
 from drawbar.analyze.timeline import RankTimeline
 from drawbar.analyze.traffic import input_totals
 from drawbar.journal import Error, InputTotals, RankJournal, RunEnd, RunStart, Step
+from drawbar.plural import plural
 
 BYTE_TOLERANCE = 0.01
 """What a server counts and what its clients count may differ by this share: HTTP framing is not counted alike
@@ -33,6 +37,7 @@ WALL_CLOCK_STEP_S = 60.0
 """What a time server may move a host's clock by during a run."""
 MAX_REREAD = 0.01
 MAX_STEAL = 0.05
+MAX_FALLBACK = 0.01
 MIN_STEPS = 20
 MIN_INTERVAL_S = 10.0
 
@@ -160,14 +165,19 @@ def one_data_set(facts: Facts) -> Reason | None:
 
 
 def equal_steps(facts: Facts) -> Reason | None:
-    """Every rank finished all steps of the recipe, each once, in order."""
-    train = facts.run.recipe.train
-    expected = np.arange(train.warmup_steps + train.steps)
+    """Every rank finished all steps of the recipe, or all up to the one that met its target, each once, in order; those
+    that a resumed run had to do."""
+    begin, total = first_step(facts.run), expected_steps(facts)
+    if total is None:
+        return _reason("equal steps", "a known number of records an epoch", "not recorded", "invalid")
+    expected = np.arange(begin, total)
+    warmup_steps = min(planned_warmup_steps(facts), len(expected))
+    steps = len(expected) - warmup_steps
 
     def complete(rank: RankTimeline) -> bool:
         return (
-            len(rank.warmup) == train.warmup_steps
-            and len(rank.measured) == train.steps
+            len(rank.warmup) == warmup_steps
+            and len(rank.measured) == steps
             and bool(np.array_equal(np.concatenate([rank.warmup.step, rank.measured.step]), expected))
         )
 
@@ -176,7 +186,7 @@ def equal_steps(facts: Facts) -> Reason | None:
         return None
     counts = ", ".join(f"rank {rank.rank}: {len(rank.warmup)} + {len(rank.measured)}" for rank in wrong[:4])
     counts += ", …" if len(wrong) > 4 else ""
-    return _reason("equal steps", f"{train.warmup_steps} warm-up + {train.steps} on every rank", counts, "invalid")
+    return _reason("equal steps", f"{warmup_steps} warm-up + {steps} on every rank", counts, "invalid")
 
 
 def whole_batches(facts: Facts) -> Reason | None:
@@ -192,7 +202,8 @@ def whole_batches(facts: Facts) -> Reason | None:
 
 
 def steps_follow_each_other(facts: Facts) -> Reason | None:
-    """The loop starts a step with the mark that ended the one before, so every second belongs to one step."""
+    """The loop starts a step with the mark that ended the one before, so every second belongs to one step, or to a
+    pause between two."""
     for rank in facts.run.ranks:
         previous: Step | None = None
         for step in sorted(rank.journal.of(Step), key=attrgetter("step")):
@@ -207,10 +218,11 @@ def _bad_times(step: Step, previous: Step | None, *, on_host_clock: bool) -> str
     """What is wrong; empty where nothing is."""
     if step.end_t <= step.start_t:
         return "the end is not after the start"
-    if min(step.data_wait_s, step.copy_s, step.compute_s, step.optimizer_s) < 0:
+    if min(step.data_wait_s, step.copy_s, step.compute_s, step.exchange_s, step.optimizer_s) < 0:
         return "a negative span"
-    if previous is not None and previous.step + 1 == step.step and abs(step.start_t - previous.end_t) > SAME_TIME_S:
-        return f"{step.start_t - previous.end_t:.3g} s between the two"
+    gap_s = step.start_t - previous.end_t if previous is not None and previous.step + 1 == step.step else 0.0
+    if gap_s < -SAME_TIME_S or (gap_s > SAME_TIME_S and not step.after_pause):
+        return f"{gap_s:.3g} s between the two"
     # A GPU's clock drifts against the host's, on which the line was written.
     if on_host_clock and step.end_t > step.t + SAME_TIME_S:
         return "an end after its own line was written"
@@ -235,9 +247,9 @@ def enough_steps(facts: Facts) -> Reason | None:
 
 
 def long_enough(facts: Facts) -> Reason | None:
-    if facts.interval is None or facts.interval.length_s >= MIN_INTERVAL_S:
+    if facts.interval is None or facts.interval.measured_s >= MIN_INTERVAL_S:
         return None
-    actual = f"too short to trust: {facts.interval.length_s:.3g} s"
+    actual = f"too short to trust: {facts.interval.measured_s:.3g} s"
     return _reason("measured interval", f"at least {MIN_INTERVAL_S:g} s", actual, "qualified")
 
 
@@ -261,7 +273,7 @@ def spans_make_up_the_step(facts: Facts) -> Reason | None:
     off = []
     for rank in facts.run.ranks:
         steps = rank.measured
-        spans_s = float((steps.data_wait_s + steps.copy_s + steps.compute_s + steps.optimizer_s).sum())
+        spans_s = sum(float(span.sum()) for span in steps.spans_s.values())
         total_s = float(steps.step_s.sum())
         if total_s > 0 and abs(spans_s / total_s - 1) > SPAN_TOLERANCE:
             off.append((abs(spans_s / total_s - 1), rank.rank, spans_s / total_s))
@@ -270,7 +282,7 @@ def spans_make_up_the_step(facts: Facts) -> Reason | None:
     _, rank_number, share = max(off)
     actual = f"{_percent(share)} of it on rank {rank_number}"
     severity: Severity = "invalid" if share > MAX_SPANS else "qualified"
-    return _reason("step spans", "wait, copy, compute and optimizer make up the step time", actual, severity)
+    return _reason("step spans", "wait, copy, compute, exchange and optimizer make up the step time", actual, severity)
 
 
 # --- bytes and images -------------------------------------------------------------------------------------------
@@ -305,7 +317,8 @@ def received_is_served(facts: Facts) -> Reason | None:
     if explained:
         return explained
     if len(witnessed) < len(facts.endpoints) and (witnessed or _on_embedded_store(facts)):
-        actual = f"bytes not witnessed on {len(facts.endpoints) - len(witnessed)} of {len(facts.endpoints)} endpoints"
+        missing = len(facts.endpoints) - len(witnessed)
+        actual = f"bytes not witnessed on {missing} of {plural(len(facts.endpoints), 'endpoint')}"
         return _reason("received = served", "a count from every endpoint", actual, "qualified")
     return None
 
@@ -382,8 +395,29 @@ def images_add_up(facts: Facts) -> Reason | None:
 
 
 def no_bad_images(facts: Facts) -> Reason | None:
-    bad = facts.input["bad_images"]
-    return _reason("bad images", "none", f"{bad:,}", "qualified") if bad else None
+    """Where others stand in for them, the number is right, and says for how many."""
+    bad, replaced = facts.input["bad_images"] or 0, facts.input["replaced_images"] or 0
+    trained, told = facts.input["trained_images"] or 0, facts.input["bad_records"]
+    if not bad and not replaced and not told:
+        return None
+    policy = facts.run.recipe.input.on_bad
+    share = f" ({_percent(replaced / trained, 2)})" if trained else ""
+    # A rank that failed wrote no totals; what it reported is in its journal all the same.
+    actual = f"{plural(max(bad, len(told)), 'time')} a record gave no sample; others stand in for {replaced:,} of "
+    actual += f"{plural(trained, 'trained image')}{share}"
+    actual += f"; first: {told[0]['shard']} at byte {told[0]['offset']}: {told[0]['reason']}" if told else ""
+    # More stand-ins than what they stand in for, or any where the run should have ended, were not counted right.
+    wrong = replaced > bad or (replaced > 0 and policy == "fail")
+    return _reason("bad images", "none", actual, "invalid" if wrong else "qualified")
+
+
+def decoded_where_asked(facts: Facts) -> Reason | None:
+    """A GPU's figure that the CPU had a part in."""
+    fallbacks, decoded = facts.input["fallback_images"], facts.input["decoded_images"]
+    if not fallbacks or not decoded or fallbacks <= MAX_FALLBACK * decoded:
+        return None
+    actual = f"{_percent(fallbacks / decoded, 1)} of them decoded by the CPU"
+    return _reason("decoder", 'images decoded by the GPU (input.decoder = "gpu")', actual, "qualified")
 
 
 def whole_data_set(facts: Facts) -> Reason | None:
@@ -414,6 +448,9 @@ def shown_cold(facts: Facts) -> Reason | None:
 
 def read_once_when_cold(facts: Facts) -> Reason | None:
     share = facts.input["reread_share"]
+    if facts.run.recipe.quality.target:
+        # Time to quality is epoch after epoch by its nature: the start is cold, no more is said.
+        return None
     if facts.cache["wanted"] != "cold" or share is None or share <= MAX_REREAD:
         return None
     actual = f"{_percent(share, 1)} of the data bytes were read again"
@@ -430,6 +467,26 @@ def real_input(facts: Facts) -> Reason | None:
     return _reason("input", "data read from the store", actual, "qualified")
 
 
+def real_model(facts: Facts) -> Reason | None:
+    step_s = facts.run.recipe.emulate.step_s
+    if not step_s:
+        return None
+    exchanged = "" if facts.run.recipe.emulate.gradients else ", and no gradients are exchanged"
+    actual = f"an emulated accelerator: each step takes {step_s:g} s by the recipe{exchanged}"
+    return _reason("training", "a model that is trained", actual, "qualified")
+
+
+def compiled_before(facts: Facts) -> Reason | None:
+    """torch.compile takes seconds to minutes: a step in which it ran says nothing of the others."""
+    for rank in facts.run.ranks:
+        steps: list[Step] = rank.journal.of(Step)
+        late = [step for step in steps if "compiled" in step.tags and not step.warmup]
+        if late:
+            actual = f"{len(late)} measured steps of rank {rank.rank} compiled, the first of them {late[0].step}"
+            return _reason("compilation", "over before the measured steps", actual, "qualified")
+    return None
+
+
 def no_faults(facts: Facts) -> Reason | None:
     faults = facts.run.recipe.faults
     if faults.slow_rank < 0 or faults.slow_step_s <= 0:
@@ -439,7 +496,7 @@ def no_faults(facts: Facts) -> Reason | None:
 
 
 def threads_fit_cores(facts: Facts) -> Reason | None:
-    """Compute threads of all ranks on a host, where ranks compute on the CPU."""
+    """Compute threads of all ranks on a host, where ranks compute on the CPU. An emulated accelerator has none."""
     threads: dict[str, int] = {}
     cores: dict[str, int] = {}
     for rank in facts.run.ranks:
@@ -450,7 +507,10 @@ def threads_fit_cores(facts: Facts) -> Reason | None:
         cores[rank.node] = max(cores.get(rank.node, 0), _count(environment.get("num_cpus")))
     for node, count in sorted(threads.items()):
         if cores[node] and count > cores[node]:
-            actual = f"{count} threads on {cores[node]} cores of {node}"
+            actual = (
+                f"{plural(count, 'thread')} on {plural(cores[node], 'core')} of {node}: ranks take each other's time, "
+                "and scaling over ranks means nothing (emulate.step_s does without cores)"
+            )
             return _reason("compute threads", "no more than cores", actual, "qualified")
     return None
 
@@ -525,11 +585,17 @@ RULES: Sequence[Rule] = (
     endpoint_policy,
     clocks_agree,
     real_input,
+    real_model,
+    compiled_before,
     no_faults,
+    resumed_together,
+    resumed_alike,
     shown_cold,
     read_once_when_cold,
+    *QUALITY_RULES,
     storage_errors,
     no_bad_images,
+    decoded_where_asked,
     whole_data_set,
     enough_steps,
     long_enough,

@@ -16,19 +16,21 @@ from drawbar.dataset.listing import (
     ShardInfo,
     foreign_shard,
     join,
+    listed_under,
     load_manifest,
     looks_like_shard,
     matches,
     missing_names,
     no_shards,
-    objects_under,
     refuse_several_sets,
     refuse_unfinished,
+    shards_among,
 )
 from drawbar.dataset.manifest import MANIFEST_NAME, Manifest, ShardEntry
 from drawbar.dataset.record_check import RecordRules, SchemaName, read_features, schema_of
 from drawbar.dataset.walk import Fault, Origin, Progress, ShardWalk, each_shard, first_record
 from drawbar.errors import DataError, InputError
+from drawbar.plural import plural
 from drawbar.storage.stores import Place
 
 SchemaChoice = Literal["auto", "imagenet", "coco", "none"]
@@ -198,8 +200,10 @@ def _add(summary: CheckSummary, report: ShardReport) -> None:
 
 def _find(place: Place, shown: str, pattern: str, tell: OnFault) -> _Set:
     """Unlike `list_shards` it goes on without what is missing or of another size, and tells."""
-    objects = objects_under(place.store, place.prefix)
+    objects, unnameable = listed_under(place.store, place.prefix)
     names = sorted(name for name in objects if looks_like_shard(name) and matches(name, pattern))
+    for name in shards_among(unnameable, pattern):
+        tell(Fault(name, None, None, "not read: a name with control characters or other bytes than UTF-8"))
     manifest = None
     if MANIFEST_NAME in objects:
         try:
@@ -308,7 +312,7 @@ def _differences(report: ShardReport, entry: ShardEntry) -> list[str]:
         return [f"the last {left} of its {entry.num_records} records could not be looked at"] if left > 0 else []
     reasons = []
     if report.records != entry.num_records:
-        reasons.append(f"{report.records} records; {MANIFEST_NAME} says {entry.num_records}")
+        reasons.append(f"{plural(report.records, 'record')}; {MANIFEST_NAME} says {entry.num_records}")
     if report.crc32c != entry.crc32c:
         reasons.append(f"crc32c of the whole shard is {report.crc32c}; {MANIFEST_NAME} says {entry.crc32c}")
     return reasons

@@ -29,9 +29,10 @@ from drawbar.dataset.coco_index import (
     left_out,
 )
 from drawbar.dataset.folder import refuse_url
-from drawbar.dataset.items import CheckedImage, Item, plural
+from drawbar.dataset.items import CheckedImage, Item
 from drawbar.dataset.manifest import BadFile
 from drawbar.errors import DataError, InputError
+from drawbar.plural import plural
 
 OnBad = Literal["fail", "skip", "fix"]
 

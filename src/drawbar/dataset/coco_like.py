@@ -231,7 +231,7 @@ def _counted(
     for text, chunk in zip(texts, chunks, strict=True):
         yield text
         done += len(chunk)
-        progress("make", done, total)
+        progress("making images", done, total)
 
 
 def _make_chunk(job: tuple[Path, CocoLikeSet], indices: Sequence[int]) -> tuple[str, str]:

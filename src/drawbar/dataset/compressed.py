@@ -48,7 +48,7 @@ class Decompressor:
         self._inflation = inflation or Inflation()
         self._produced_bytes = 0
 
-    def feed(self, body: bytes) -> Iterator[bytes]:
+    def feed(self, body: bytes | memoryview) -> Iterator[bytes]:
         """Yields what `body` decompresses to, in pieces of at most 1 MiB. Raises DataError for damage."""
         # In slices, as zlib copies what it leaves of its input each time.
         view = memoryview(body)

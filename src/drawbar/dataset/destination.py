@@ -213,26 +213,8 @@ class StoreDestination:
         )
 
     def drop_unfinished(self, names: Iterable[str], note: Note) -> None:
-        if not isinstance(self.store, S3Store):
-            return
-        client = _upload_client(self.store)
-        if client is None:
-            note(
-                "unfinished uploads of the earlier packing are not looked for, as boto3 is not installed: "
-                "pip install boto3, or let the bucket expire them"
-            )
-            return
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        bucket = self.store.config["bucket"]
         keys = {self._key(name) for name in names}
-        try:
-            for key, upload_id in _uploads(client, bucket, f"{self.prefix.strip('/')}/"):
-                if key in keys:
-                    with suppress(client.exceptions.NoSuchUpload):
-                        client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload_id)
-        except (BotoCoreError, ClientError) as error:  # packing goes on: they cost money, but are in nobody's way
-            note(f"unfinished uploads of the earlier packing could not be removed: {error}")
+        abort_uploads(self.store, f"{self.prefix.strip('/')}/", lambda key: key in keys, note)
 
     def explain(self, error: Exception) -> DrawbarError:
         from drawbar.storage.failures import (
@@ -302,6 +284,30 @@ def _tried(action: Callable[[], _T]) -> _T:
 def pause_s(number: int) -> float:
     """Before try `number` + 1: doubles, and differs between workers, which otherwise would come back all at once."""
     return random.uniform(0.5, 1.5) * 0.25 * (1 << number)
+
+
+def abort_uploads(store: ObjectStore, prefix: str, ours: Callable[[str], bool], note: Note) -> None:
+    """Ends the multipart uploads below `prefix` that a killed writer left, of the keys that are `ours`; `note` is told
+    why not, where that cannot be."""
+    if not isinstance(store, S3Store):
+        return
+    client = _upload_client(store)
+    if client is None:
+        note(
+            "unfinished uploads of an earlier try are not looked for, as boto3 is not installed: "
+            "pip install boto3, or let the bucket expire them"
+        )
+        return
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    bucket = store.config["bucket"]
+    try:
+        for key, upload_id in _uploads(client, bucket, prefix):
+            if ours(key):
+                with suppress(client.exceptions.NoSuchUpload):
+                    client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload_id)
+    except (BotoCoreError, ClientError) as error:  # writing goes on: they cost money, but are in nobody's way
+        note(f"unfinished uploads of an earlier try could not be removed: {error}")
 
 
 def _upload_client(store: S3Store) -> Any:

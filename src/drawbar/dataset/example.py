@@ -22,6 +22,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from drawbar.errors import DataError
+from drawbar.plural import plural
 
 Value = bytes | str | int | float | Sequence[bytes] | Sequence[str] | Sequence[int] | Sequence[float]
 """What `encode_example` takes. `array("f")` and `array("q")` fix the list's kind even when it is empty."""
@@ -139,6 +140,12 @@ def _encode_varint(value: int) -> bytes:
 def decode_example(payload: bytes) -> dict[str, Decoded]:
     """Every feature as a list; unknown fields are skipped. Raises DataError where the message is malformed."""
     return {key: _decode_feature(payload, *span) for key, span in _feature_spans(payload).items()}
+
+
+def decode_features(payload: bytes, keys: Sequence[str]) -> dict[str, Decoded]:
+    """As `decode_example`, of these keys alone and without copying the others; a key that is not there is left out."""
+    spans = _feature_spans(payload)
+    return {key: _decode_feature(payload, *spans[key]) for key in keys if key in spans}
 
 
 def _feature_spans(payload: bytes) -> dict[str, tuple[int, int]]:
@@ -388,7 +395,8 @@ def _any_image(payload: bytes) -> tuple[int, int, int]:
     ]
     if len(images) != 1 or images[0][0] == images[0][1]:
         raise DataError(
-            f"image/encoded holds {len(images)} values, {sum(b - a for a, b in images)} bytes; expected one"
+            f"image/encoded holds {plural(len(images), 'value')}, {plural(sum(b - a for a, b in images), 'byte')}; "
+            "expected one"
         )
     labels = _decode_feature(payload, *spans["image/class/label"])
     if len(labels) != 1 or not isinstance(labels[0], int):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from drawbar.dataset.items import Note, no_note, plural
+from drawbar.dataset.items import Note, no_note
 from drawbar.dataset.labelled import (
     DANGLING_LINK,
     LINK_LOOP,
@@ -27,6 +27,7 @@ from drawbar.dataset.labelled import (
     is_image_outside,
 )
 from drawbar.errors import InputError
+from drawbar.plural import plural
 
 _BROKEN_LINKS = {errno.ENOENT: DANGLING_LINK, errno.ENOTDIR: DANGLING_LINK, errno.ELOOP: LINK_LOOP}
 _BLANKS_HINT = 'a name with blanks is quoted, "polar bear", or has a tab between it and its text'

@@ -35,9 +35,10 @@ from drawbar.dataset.imagenet_labels import (
     labels_of_images,
     texts_of_classes,
 )
-from drawbar.dataset.items import Note, no_note, plural
+from drawbar.dataset.items import Note, no_note
 from drawbar.dataset.labelled import LabelledItem, LabelledSource, is_image, is_image_outside
 from drawbar.errors import DataError, InputError
+from drawbar.plural import plural
 
 __all__ = ["ImageNetFiles", "scan_imagenet"]
 
@@ -65,7 +66,7 @@ def scan_imagenet(
     for item in layout.items():
         items.append(item)
         if len(items) % _REPORT_EVERY == 0:
-            listed("list", len(items))
+            listed("listing images", len(items))
     if not items:
         text = layout.ignored.text()
         raise InputError(f"no images in {source}" + f"; {text}" * bool(text), hint=_LAYOUT_HINT)
@@ -82,7 +83,7 @@ def scan_imagenet(
     else:
         labels, synsets = labels_of_folders(source, layout.synsets, files), []
     label_of = {synset: label for label, synset in enumerate(labels, start=1)}
-    boxes = read_boxes(files.boxes, lambda count: listed("read boxes", count)) if files.boxes else Boxes()
+    boxes = read_boxes(files.boxes, lambda count: listed("reading boxes", count)) if files.boxes else Boxes()
     for index, item in enumerate(items):  # in place, as a second list of a million would not be small
         synset = synsets[index] if flat else layout.synsets[item.label]
         found = boxes.take(synset, item.path)

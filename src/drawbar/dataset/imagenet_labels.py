@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drawbar.dataset.folder import numbered_lines, read_names
-from drawbar.dataset.items import plural
 from drawbar.errors import InputError
+from drawbar.plural import plural
 
 NUM_CLASSES = 1000
 SYNSET = re.compile(r"n[0-9]{8}")

@@ -24,6 +24,9 @@ from drawbar.errors import DataError
 INDEX_NAME = "index.json"
 INDEX_VARIABLE = "DRAWBAR_SHARD_INDEX"
 """Names the index file to the ranks."""
+EVAL_INDEX_NAME = "eval-index.json"
+EVAL_INDEX_VARIABLE = "DRAWBAR_EVAL_SHARD_INDEX"
+"""The same of the validation set."""
 
 _SCHEMA = 1
 _HEADER = struct.Struct("<QI")

@@ -23,11 +23,6 @@ def no_note(text: str) -> None:
     pass
 
 
-def plural(count: int, noun: str, nouns: str = "") -> str:
-    """`1 shard`, `2 shards`; `nouns` is for a noun that takes more than an s."""
-    return f"{count} {noun if count == 1 else nouns or noun + 's'}"
-
-
 @dataclass(frozen=True, slots=True)
 class Item:
     """One image of a source. A source may subclass it: workers get the items of their shards, and nothing else of the

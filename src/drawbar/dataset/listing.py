@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import obstore
-from obstore.store import ObjectStore
+from obstore.exceptions import InvalidPathError
+from obstore.store import LocalStore, ObjectStore
 
 from drawbar.dataset.manifest import CLAIM_NAME, MANIFEST_NAME, PARTS, Manifest, ShardEntry
 from drawbar.errors import DataError, InputError
+from drawbar.plural import plural
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta  # in its stubs only
 
 _NO_SHARD_SUFFIXES = (
     *(".json", ".txt", ".md", ".rst", ".csv", ".html", ".idx", ".index", ".pbtxt", ".xml", ".log", ".yaml", ".toml"),
@@ -25,6 +33,7 @@ _NO_SHARD_SUFFIXES = (
 )
 _NO_SHARD_NAMES = ("readme", "license", "licence", "notice", "changelog")
 _MODIFIED = "modified "
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _NUMBERED = re.compile(r"(.*?)(\d+)-of-(\d+)(.*)")
 """`train-00003-of-00016`, `x.tfrecord-00003-of-00016`, `train-00003-of-00016.tfrecord`: as TensorFlow names shards."""
 
@@ -60,7 +69,7 @@ class Listing:
     sha256: str
     """Of names, sizes and record sizes: ranks with the same one see the same set."""
     ignored: tuple[str, ...]
-    """Names of objects that look like shards but are not in the manifest."""
+    """Names of objects that look like shards, but are not in the manifest or cannot be named (then escaped)."""
     missing: tuple[str, ...] = ()
     """Without a manifest: shards that the others' numbers say there should be."""
 
@@ -101,7 +110,7 @@ def list_shards(
     """
     prefix = prefix.strip("/")
     shown = shown or prefix or "/"
-    objects = objects_under(store, prefix)
+    objects, unnameable = listed_under(store, prefix)
     sizes = {name: size for name, (size, _) in objects.items()}
     candidates = sorted(name for name in sizes if looks_like_shard(name) and matches(name, pattern))
     manifest = load_manifest(store, prefix, read, sizes[MANIFEST_NAME]) if MANIFEST_NAME in sizes else None
@@ -116,7 +125,7 @@ def list_shards(
     if not shards:
         raise no_shards(sizes, shown, pattern)
     known = {shard.name for shard in shards}
-    ignored = tuple(name for name in candidates if name not in known)
+    ignored = tuple(name for name in candidates if name not in known) + shards_among(unnameable, pattern)
     missing = () if manifest else missing_names(candidates)
     return Listing(shards=shards, manifest=manifest, sha256=sha256_of(shards), ignored=ignored, missing=missing)
 
@@ -128,13 +137,44 @@ def object_sizes(store: ObjectStore, prefix: str) -> dict[str, int]:
 
 def objects_under(store: ObjectStore, prefix: str) -> dict[str, tuple[int, str]]:
     """Size in bytes and version of each object directly under `prefix`, by the last part of its key."""
-    found = obstore.list_with_delimiter(store, prefix or None)
+    return listed_under(store, prefix)[0]
+
+
+def listed_under(store: ObjectStore, prefix: str) -> tuple[dict[str, tuple[int, str]], tuple[str, ...]]:
+    """As `objects_under`; and, escaped, the names of files in a folder that obstore cannot name: no UTF-8, or with
+    control characters. One of them makes its own listing fail as a whole."""
     below = prefix + "/" if prefix else ""  # a store's empty object for the folder itself is none of them
+    unnameable: tuple[str, ...] = ()
+    try:
+        found: Iterable[ObjectMeta] = obstore.list_with_delimiter(store, prefix or None)["objects"]
+    except InvalidPathError:
+        if not isinstance(store, LocalStore) or store.prefix is None:
+            raise
+        found, unnameable = _files_of(store, Path(store.prefix) / prefix, below)
     return {
         item["path"].removeprefix(below): (item["size"], item["e_tag"] or _MODIFIED + item["last_modified"].isoformat())
-        for item in found["objects"]
+        for item in found
         if item["path"].startswith(below)
-    }
+    }, unnameable
+
+
+def _files_of(store: LocalStore, folder: Path, below: str) -> tuple[list[ObjectMeta], tuple[str, ...]]:
+    found, unnameable = [], []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if not entry.is_file():
+                continue
+            text = os.fsencode(entry.name).decode(errors="backslashreplace")
+            escaped = _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+            if escaped == entry.name:
+                found.append(obstore.head(store, below + entry.name))
+            else:
+                unnameable.append(escaped)
+    return found, tuple(sorted(unnameable))
+
+
+def shards_among(names: Iterable[str], pattern: str) -> tuple[str, ...]:
+    return tuple(name for name in names if looks_like_shard(name) and matches(name, pattern))
 
 
 def foreign_shard(prefix: str, name: str, size_bytes: int, version: str = "") -> ShardInfo:
@@ -168,7 +208,7 @@ def refuse_several_sets(names: Sequence[str], shown: str) -> None:
         if number:
             sets[f"{number[1]}*-of-{number[3]}{number[4]}"] += 1
     if len(sets) > 1:
-        named = ", ".join(f"{name} ({count} shards)" for name, count in sorted(sets.items())[:4])
+        named = ", ".join(f"{name} ({plural(count, 'shard')})" for name, count in sorted(sets.items())[:4])
         raise InputError(
             f"{len(sets)} sets in {shown}: {named}",
             hint=f"end the URL with the names of one of them, such as /{min(sets)}",

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 from drawbar.dataset.tfrecord import FRAME_BYTES
 from drawbar.errors import DataError
+from drawbar.plural import plural
 
 Action = Literal["skipped", "fixed", "kept"]
 RecordSchema = Literal["imagenet", "coco"]
@@ -43,7 +44,9 @@ class ShardEntry:
         if not self.name or "/" in self.name:
             raise DataError(f"shard name {self.name!r}: expected a plain name")
         if len(self.record_bytes) != self.num_records:
-            raise DataError(f"shard {self.name}: {self.num_records} records, but {len(self.record_bytes)} sizes")
+            raise DataError(
+                f"shard {self.name}: {plural(self.num_records, 'record')}, but {plural(len(self.record_bytes), 'size')}"
+            )
         if self.record_bytes and min(self.record_bytes) < FRAME_BYTES:
             raise DataError(f"shard {self.name}: a record of {min(self.record_bytes)} bytes; a frame has {FRAME_BYTES}")
         if sum(self.record_bytes) != self.size_bytes:
@@ -91,7 +94,7 @@ class Manifest:
 
     def __post_init__(self) -> None:
         if len(self.class_counts) != len(self.labels):
-            raise DataError(f"{len(self.labels)} labels, but {len(self.class_counts)} class counts")
+            raise DataError(f"{plural(len(self.labels), 'label')}, but {plural(len(self.class_counts), 'class count')}")
         if self.record_schema == "imagenet" and sum(self.class_counts) != self.num_records:
             raise DataError(
                 f"class counts add up to {sum(self.class_counts)}, the shards to {self.num_records} records"

@@ -23,12 +23,13 @@ from drawbar import __version__
 from drawbar.dataset import parts
 from drawbar.dataset.destination import Destination, FolderDestination, StoreDestination
 from drawbar.dataset.folder import ignored_text
-from drawbar.dataset.items import Item, Lossy, Note, Progress, Source, no_note, plural
+from drawbar.dataset.items import Item, Lossy, Note, Progress, Source, no_note
 from drawbar.dataset.manifest import MANIFEST_NAME, Manifest
 from drawbar.dataset.pack_workers import num_workers, pack_here, pack_in_processes
 from drawbar.dataset.parts import PackedShard
 from drawbar.dataset.shard_writer import PackJob, PackSettings
 from drawbar.errors import DataError, InputError, RunFailed
+from drawbar.plural import plural
 from drawbar.world import World
 
 __all__ = ["Destination", "FolderDestination", "PackSettings", "StoreDestination", "pack", "pack_share", "shard_name"]
@@ -321,7 +322,7 @@ class _Progress:
 
     def __call__(self, images: int) -> None:
         self._done += images
-        self._progress("pack", self._done, self._total)
+        self._progress("packing images", self._done, self._total)
 
 
 def _pack_all(
@@ -365,7 +366,7 @@ def _all_shards(
             )
         else:
             time.sleep(min(_POLL_S, wait_s))
-        progress("wait for other ranks", len(done), len(names))
+        progress("waiting for other ranks, shards", len(done), len(names))
     return [done[name] for name in names]
 
 

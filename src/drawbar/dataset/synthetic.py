@@ -134,7 +134,7 @@ def make_imagenet_like(
         chunks = [missing[start : start + _CHUNK] for start in range(0, len(missing), _CHUNK)]
         for made in in_chunks(_make_chunk, (dest, wanted), chunks, workers):
             done += made
-            progress("make", done, num_images)
+            progress("making images", done, num_images)
         sizes = _sizes(dest, wanted)
     except OSError as error:
         raise EnvironmentUnfit(f"cannot write to {dest}: {error.strerror or error}") from None

@@ -21,7 +21,7 @@ from drawbar.dataset.listing import ShardInfo
 from drawbar.input.batch import Record
 from drawbar.input.plan import Lane, RecordIndex
 from drawbar.input.reading import Reading
-from drawbar.input.stages import Stage
+from drawbar.input.stages import Blocked, Stage, Times
 from drawbar.storage.reader import Reader
 
 _MAX_RECORDS = 4096
@@ -52,7 +52,10 @@ class Chunk:
     """Their indices in the lane's reading order."""
 
 
-Body = tuple[Chunk, bytes]
+Bytes = bytes | memoryview
+"""What a GET brings: obstore's own memory."""
+
+Body = tuple[Chunk, Bytes]
 
 
 def lane_chunks(
@@ -119,7 +122,7 @@ class Source:
         self._chunks, self.records = chunks, records
         self.covered = 0
         """Records up to the end of what was asked for: when it will run out."""
-        self.ahead: deque[tuple[Chunk, Future[tuple[bytes, float]]]] = deque()
+        self.ahead: deque[tuple[Chunk, Future[tuple[Bytes, float]]]] = deque()
         self.open = True
 
     def next_chunk(self) -> Chunk | None:
@@ -136,7 +139,7 @@ class Fetcher:
     out early). Used by one thread; GETs run in threads of its own."""
 
     def __init__(self, reader: Reader, reading: Reading, groups: Iterator[list[Source]]) -> None:
-        """`groups`: the sources of each stretch of reading, in order, without end."""
+        """`groups`: the sources of each stretch of reading, in order."""
         self._reader, self._reading, self._groups = reader, reading, groups
         self._pool = ThreadPoolExecutor(reading.max_read_ahead + 1, "fetch")
         self._stop = threading.Event()
@@ -144,19 +147,25 @@ class Fetcher:
         self._ready: deque[list[Source]] = deque()
         self._heap: list[tuple[int, int, Source]] = []
         self._serial = 0
-        self._outstanding: set[Future[tuple[bytes, float]]] = set()
+        self._outstanding: set[Future[tuple[Bytes, float]]] = set()
         self._unread_bytes = 0
         self.stage = Stage(name="fetch", threads=reading.read_ahead, queue_capacity=reading.read_ahead)
-        self.wait_s = 0.0
-        """That the taking thread was blocked for a body."""
-        self._width_s = 0.0
-        """GETs that were allowed to run, integrated over time."""
-        self._width, self._width_t = reading.read_ahead, time.perf_counter()
+        self._waiting = Blocked()
+        self._under_way: dict[int, float] = {}
+        """Thread -> when its GET began."""
+        self._allowed = (0.0, reading.read_ahead, time.perf_counter())
+        """GETs that were allowed to run, summed over time up to the last change; how many are since; when it was."""
 
-    def next_group(self) -> list[Source]:
-        """The sources of the next stretch of reading."""
+    @property
+    def wait_s(self) -> float:
+        """That the taking thread was blocked for a body, so far."""
+        return self._waiting.total_s()
+
+    def next_group(self) -> list[Source] | None:
+        """The sources of the next stretch of reading; None after the last."""
         if not self._ready:
-            self._open_group()
+            if not self._open_group():
+                return None
             self._top_up()
         return self._ready.popleft()
 
@@ -184,9 +193,23 @@ class Fetcher:
         self.stop()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._note_width()
-        self.stage.threads = self.stage.queue_capacity = self._width
+        self.stage.threads = self.stage.queue_capacity = self._allowed[1]
+        self.stage.wait_out_s = self.times_now().wait_out_s
+
+    def times_now(self) -> Times:
+        """From any thread."""
+        allowed_s, width, since_t = self._allowed
+        with self._lock:
+            now_t = time.perf_counter()
+            busy_s = self.stage.busy_s + sum(now_t - begin_t for begin_t in self._under_way.values())
         # A plan never runs out of chunks: whoever does not fetch, must not.
-        self.stage.wait_out_s = max(0.0, self._width_s - self.stage.busy_s)
+        return Times(busy_s, 0.0, max(0.0, allowed_s + width * (now_t - since_t) - busy_s))
+
+    @property
+    def num_arrived(self) -> int:
+        """Bodies that nobody has taken yet. From any thread."""
+        # (A copy: the set is another thread's, and changes while it is walked.)
+        return sum(future.done() for future in self._outstanding.copy())
 
     def unread_bytes(self) -> int:
         """Bodies that arrived and were not taken; call after `close`."""
@@ -197,31 +220,31 @@ class Fetcher:
 
     def _take(self, source: Source) -> Body:
         chunk, future = source.ahead.popleft()
-        self.stage.look(sum(other.done() for other in self._outstanding))
+        self.stage.look(self.num_arrived)
         waited = not future.done()
-        begin_t = time.perf_counter()
         try:
-            body, get_s = future.result()
+            with self._waiting.here():
+                body, get_s = future.result()
         except CancelledError:
             raise Stopped from None
         finally:
-            self.wait_s += time.perf_counter() - begin_t
             self._outstanding.discard(future)
         self._reading.note(len(body), get_s, waited)
-        if self._reading.read_ahead != self._width:
+        if self._reading.read_ahead != self._allowed[1]:
             self._note_width()
         self._top_up()
         return chunk, body
 
     def _note_width(self) -> None:
+        allowed_s, width, since_t = self._allowed
         now_t = time.perf_counter()
-        self._width_s += self._width * (now_t - self._width_t)
-        self._width, self._width_t = self._reading.read_ahead, now_t
+        self._allowed = (allowed_s + width * (now_t - since_t), self._reading.read_ahead, now_t)
 
     def _top_up(self) -> None:
         while len(self._outstanding) < self._reading.read_ahead:
             if not self._heap:
-                self._open_group()
+                if not self._open_group():
+                    return
                 continue
             covered, _, source = heapq.heappop(self._heap)
             if not source.open:
@@ -231,11 +254,14 @@ class Fetcher:
                 continue
             self._push(source)
 
-    def _open_group(self) -> None:
-        group = next(self._groups)
+    def _open_group(self) -> bool:
+        group = next(self._groups, None)
+        if group is None:
+            return False
         self._ready.append(group)
         for source in group:
             self._push(source)
+        return True
 
     def _push(self, source: Source) -> None:
         self._serial += 1
@@ -250,19 +276,27 @@ class Fetcher:
         source.ahead.append((chunk, future))
         return True
 
-    def _get(self, chunk: Chunk) -> tuple[bytes, float]:
+    def _get(self, chunk: Chunk) -> tuple[Bytes, float]:
         if self._stop.is_set():
             raise Stopped
-        begin_t = time.perf_counter()
-        body = self._reader.get(chunk.key, chunk.start, chunk.end, e_tag=chunk.e_tag)
+        thread, begin_t = threading.get_ident(), time.perf_counter()
+        with self._lock:
+            self._under_way[thread] = begin_t
+        try:
+            body = self._reader.get_view(chunk.key, chunk.start, chunk.end, e_tag=chunk.e_tag)
+        except BaseException:
+            with self._lock:
+                del self._under_way[thread]
+            raise
         get_s = time.perf_counter() - begin_t
         with self._lock:
+            del self._under_way[thread]
             self.stage.busy_s += get_s
             self.stage.items += 1
             self.stage.bytes += len(body)
         return body, get_s
 
-    def _count_unread(self, future: Future[tuple[bytes, float]]) -> None:
+    def _count_unread(self, future: Future[tuple[Bytes, float]]) -> None:
         if not future.cancelled() and future.exception() is None:
             with self._lock:
                 self._unread_bytes += len(future.result()[0])

@@ -1,8 +1,9 @@
 """JPEG to pixels: which decoder, with which options, and what it makes of every kind of file.
 
-Two decoders: `region` (`libjpeg.RegionDecoder`) decodes a window and resizes it in one call; `full` (simplejpeg)
-decodes the whole image, everywhere. With equal options they give equal pixels, except where the first decodes at a
-fraction of the size. What is chosen, and why not the faster one, is part of every result (`Decoding`).
+Two decoders: `region` decodes a window only, `full` the whole image; both resize in the same call
+(`libjpeg.RegionDecoder`). Where that was not compiled there is `full` alone, by simplejpeg. With equal options all give
+equal pixels, except where the first decodes at a fraction of the size. What is chosen, and why not the faster one, is
+part of every result (`Decoding`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from drawbar.dataset.fix import cmyk_to_rgb
 from drawbar.dataset.jpeg import EOI, MAX_PIXELS, check_size, parse_header
 from drawbar.errors import DataError, EnvironmentUnfit
 from drawbar.input import libjpeg
-from drawbar.input.libjpeg import FAST_DCT, FAST_UPSAMPLING, SCALED_DCT, Pixels, RegionDecoder, View, Window
+from drawbar.input.libjpeg import FAST_DCT, FAST_UPSAMPLING, SCALED_DCT, WHOLE, Pixels, RegionDecoder, View, Window
 
 # One decode thread works on one image: OpenCV's own pool would only fight with ours.
 cv2.setNumThreads(1)
@@ -53,7 +54,7 @@ Place = Callable[[int, int], Placement]
 class Decoding:
     """How images are decoded, as the result states it."""
 
-    decoder: Literal["region", "full"]
+    decoder: Literal["region", "full", "gpu"]
     library: str
     """Its name and version."""
     fast_dct: bool
@@ -62,10 +63,38 @@ class Decoding:
     """Chroma repeated, or interpolated."""
     scaled_dct: bool
     """Decoded at 1/2, 1/4 or 1/8 where the window is at least that many times larger than the sample."""
-    resize: Literal["drawbar", "opencv"]
-    """Bilinear between the centres of pixels, without smoothing, both."""
+    resize: Literal["drawbar", "opencv", "torch"]
+    """Bilinear between the centres of pixels, without smoothing, all of them."""
     note: str = ""
-    """Why not the faster decoder."""
+    """Why not the faster decoder; beside a GPU, what decodes the rest."""
+
+
+class Header(NamedTuple):
+    height: int
+    width: int
+    colours: str
+    """`YCbCr`, `Gray`, `RGB`, `CMYK` or `YCCK`: how they are stored."""
+
+
+def read_header(encoded: Encoded) -> Header:
+    """Raises BadImage for what no decoder here takes, as far as a header tells; and for a file that is cut off."""
+    try:
+        if not ends(encoded):
+            raise BadImage("truncated JPEG: no end-of-image marker" if len(encoded) else "empty file")
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(encoded)
+        check_size(width, height, MAX_PIXELS)
+    except ValueError as error:
+        raise BadImage(str(error)) from None
+    except BadImage:
+        raise
+    except DataError as error:
+        raise BadImage(error.message) from None
+    return Header(height, width, colours)
+
+
+def ends(encoded: Encoded) -> bool:
+    """Whether a JPEG has its end-of-image marker."""
+    return encoded[-2:] == EOI or bytes(encoded).rfind(EOI) >= 0
 
 
 class ImageDecoder:
@@ -76,30 +105,32 @@ class ImageDecoder:
         self._threads = threading.local()
         fast = decode == "fast"
         note = library = ""
-        if decoder != "full":
-            try:
-                library = libjpeg.turbo_version(libjpeg.libjpeg_path())
-            except libjpeg.Unavailable as error:
-                if decoder == "region":
-                    raise EnvironmentUnfit(
-                        f"no region decoder: {error}",
-                        hint='install a C compiler and libjpeg-dev and then Drawbar again, or input.decoder = "auto"',
-                    ) from None
+        try:
+            library = libjpeg.turbo_version(libjpeg.libjpeg_path())
+        except libjpeg.Unavailable as error:
+            if decoder == "region":
+                raise EnvironmentUnfit(
+                    f"no region decoder: {error}",
+                    hint='install a C compiler and libjpeg-dev and then Drawbar again, or input.decoder = "auto"',
+                ) from None
+            if decoder == "auto":
                 note = f"whole images are decoded, as there is no region decoder: {error}"
+        region = bool(library) and decoder != "full"
+        self._is_compiled = bool(library)
         self.decoding = Decoding(
-            decoder="region" if library else "full",
+            decoder="region" if region else "full",
             library=library or _simplejpeg_version(),
             fast_dct=fast,
             fast_upsampling=fast,
-            scaled_dct=fast and bool(library),
+            scaled_dct=fast and region,
             resize="drawbar" if libjpeg.can_resize() else "opencv",
             note=note,
         )
-        self._options = (FAST_DCT | FAST_UPSAMPLING | SCALED_DCT) if fast else 0
+        self._options = FAST_DCT * fast | FAST_UPSAMPLING * fast | SCALED_DCT * (fast and region) | WHOLE * (not region)
 
     def sample(self, encoded: Encoded, place: Place, out: Pixels) -> None:
         """Fills `out`, uint8 (height, width, 3) RGB with tight rows, with what `place` says. Raises BadImage."""
-        if self.decoding.decoder == "region":
+        if self._is_compiled:
             data, decoder = np.frombuffer(encoded, np.uint8), self._region_decoder()
             try:
                 height, width, components = _header(decoder, data, encoded)
@@ -113,7 +144,7 @@ class ImageDecoder:
 
     def image(self, encoded: Encoded) -> Pixels:
         """The whole image, uint8 (height, width, 3) RGB, never at a fraction of its size. Raises BadImage."""
-        if self.decoding.decoder == "region":
+        if self._is_compiled:
             data, decoder = np.frombuffer(encoded, np.uint8), self._region_decoder()
             try:
                 height, width, components = _header(decoder, data, encoded)
@@ -182,7 +213,7 @@ def resize_opencv(image: Pixels, placement: Placement, out: Pixels) -> None:
 
 def _header(decoder: RegionDecoder, data: Pixels, encoded: Encoded) -> tuple[int, int, int]:
     """Raises ValueError. What is cut off is refused even where the window would end before: as by a whole decoding."""
-    if encoded[-2:] != EOI and bytes(encoded).rfind(EOI) < 0:
+    if not ends(encoded):
         raise ValueError("truncated JPEG: no end-of-image marker" if len(encoded) else "empty file")
     height, width, components = decoder.header(data)
     if components not in (1, 3, 4):

@@ -24,9 +24,9 @@ LIBRARY = Path(__file__).with_name("_region_decode.so")
 LIBJPEG_VARIABLE = "DRAWBAR_LIBJPEG"
 """Names the libjpeg-turbo to use instead of those that are looked for."""
 
-FAST_DCT, FAST_UPSAMPLING, SCALED_DCT = 1, 2, 4
+FAST_DCT, FAST_UPSAMPLING, SCALED_DCT, LIBJPEG_HUFFMAN, WHOLE = 1, 2, 4, 8, 16
 
-_INTERFACE = 1
+_INTERFACE = 2
 _MESSAGE_BYTES = 200
 
 
@@ -148,7 +148,8 @@ class RegionDecoder:
             raise ValueError(self._message())
 
     def sample(self, readable: Window, shown: View | Window, options: int, flip: bool, out: Pixels) -> None:
-        """What `shown` covers of that image, resized to `out`, from pixels of `readable` alone. Raises ValueError."""
+        """What `shown` covers of that image, resized to `out`, from pixels of `readable` alone; with `WHOLE` among
+        `options` all of the image is decoded for it. Raises ValueError."""
         self._readable[:] = list(readable)
         self._shown[:] = list(shown)
         height, width = out.shape[:2]

@@ -9,8 +9,9 @@ A feeder thread drives these generators and puts batches that are being decoded 
 for the oldest. The order of records follows from the seed alone, whatever threads and requests do.
 
 Memory is bounded whatever the size of the set: `(lanes of the rank + read_ahead + 1) * request_bytes` of bodies,
-`shuffle_buffer / world_size` records, and `prefetch_batches + 2` batches of pixels and of encoded records. Beside that
-only what is known of the records grows with the set: about 70 bytes each.
+`shuffle_buffer / world_size` records, `prefetch_batches + 2` batches of pixels and of encoded records (on a GPU two
+more, as it runs behind), and a window of records that are arranged together (`sample.Samples`). Beside that only what
+is known of the records grows with the set: about 70 bytes each.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import numpy as np
 
@@ -32,17 +34,30 @@ from drawbar.input.libjpeg import Pixels
 from drawbar.input.plan import PlanState
 from drawbar.input.reading import Reading
 from drawbar.input.records import RecordReader
-from drawbar.input.sample import SampleMaker
+from drawbar.input.sample import SampleMaker, Samples
 from drawbar.input.sources import ReadPlan, in_turn, open_sources
-from drawbar.input.stages import Blocked, Stage
-from drawbar.journal import InputReport, InputStage, InputTotals
+from drawbar.input.stages import Blocked, Stage, Times
+from drawbar.journal import Event, InputReport, InputSample, InputStage, InputTotals
 from drawbar.storage.reader import Reader
 
-__all__ = ["Batch", "Loader", "ReadPlan", "Record"]
+__all__ = ["Batch", "EndOfSet", "Loader", "ReadPlan", "Record"]
+
+
+class EndOfSet(Exception):
+    """Every record of a set that is read once has been given out."""
+
+
+T = TypeVar("T")
+
+_SAMPLE_S = 1.0
+"""Between two looks at the stages."""
 
 
 class Loader:
-    """Feeds one rank. `next_batch` raises the first error of any stage; `close` stops, drains and counts."""
+    """Feeds one rank. `next_batch` raises the first error of any stage; `close` stops, drains and counts.
+
+    A plan that reads its set `once` gives evaluation samples, a last batch that may be smaller, and then EndOfSet.
+    """
 
     def __init__(
         self,
@@ -53,20 +68,26 @@ class Loader:
         input: Input,
         storage: Storage,
         decode_threads: int,
-        samples: SampleMaker | None = None,
+        samples: Samples | None = None,
         allocate: Callable[[tuple[int, ...]], Pixels] = lambda shape: np.empty(shape, np.uint8),
+        tell: Callable[[Event], None] = lambda event: None,
+        pool: Callable[..., DecodePool] = DecodePool,
+        unfinished: int = 0,
     ) -> None:
-        """`allocate` makes the pixel buffers (pinned memory on a GPU host). Raises InputError for a `plan.state` that
-        does not fit the set or the recipe."""
+        """`allocate` makes the pixel buffers (pinned memory on a GPU host), `pool` what decodes into them (with
+        DecodePool's arguments). `tell` hears, from any thread, what is for the journal at once. `unfinished`: batches
+        that the training holds beside the one it is given, as a GPU runs behind. Raises InputError for a `plan.state`
+        that does not fit the set or the recipe."""
         self._begin_t = time.perf_counter()
         self._plan, self._reader = plan, reader
         self._sources = open_sources(plan, input)
         self._reading = Reading(
             request_bytes=storage.request_bytes, read_ahead=storage.read_ahead, num_lanes=self._sources.num_lanes
         )
-        shape = (plan.batch_size, input.image_size, input.image_size, 3)
+        self._samples = samples or SampleMaker(input, num_classes)
+        shape = self._samples.buffer_shape(plan.batch_size)
         self._buffers: queue.SimpleQueue[Pixels | None] = queue.SimpleQueue()
-        for _ in range(input.prefetch_batches + 2):
+        for _ in range(input.prefetch_batches + 2 + unfinished):
             self._buffers.put(allocate(shape))
         self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=input.prefetch_batches)
         self._stop = threading.Event()
@@ -74,18 +95,22 @@ class Loader:
         self._records = RecordReader(reader)
         groups = self._sources.groups(self._records, lambda: self._reading.request_bytes)
         self._fetcher = Fetcher(reader, self._reading, groups)
-        self._pool = DecodePool(
+        self._pool = pool(
             decode_threads,
-            samples or SampleMaker(input),
-            num_classes=num_classes,
+            self._samples,
             seed=input.seed,
+            on_bad=input.on_bad,
             downstream=self._blocked.total_s,
+            tell=tell,
+            evaluate=plan.once,
         )
         self._shuffle = Stage(name="shuffle", queue_capacity=-(-input.shuffle_buffer // plan.world_size))
         self._batch = Stage(name="batch", queue_capacity=input.prefetch_batches)
         self._totals: InputTotals | None = None
         self._first_batch_s = 0.0
-        self._trained_batches = self._trained = self._padded = 0
+        self._tell = tell
+        self._sampled_t = self._begin_t
+        self._trained_batches = self._trained = self._padded = self._replaced = 0
         # Bytes on their way, counted stage by stage and not as a difference, so that a record lost or doubled shows.
         self._batched_bytes = 0
         self._trained_bytes = 0
@@ -94,8 +119,15 @@ class Loader:
 
     @property
     def state(self) -> PlanState | None:
-        """Where training stands after the batches recycled so far; None for a set whose records are not known."""
-        return self._sources.state_after(self._trained_batches)
+        """Where training stands after the batches recycled so far. None for a set whose records are not known, and in
+        the middle of a window that is sorted by aspect ratio."""
+        return self.state_after(self._trained_batches)
+
+    def state_after(self, num_batches: int) -> PlanState | None:
+        """Where training will stand when every rank has trained this many batches of its loader; None as above."""
+        if num_batches % self._samples.window_batches:
+            return None
+        return self._sources.state_after(num_batches)
 
     @property
     def trained_bytes(self) -> int:
@@ -103,27 +135,69 @@ class Loader:
         return self._trained_bytes
 
     def next_batch(self, timeout_s: float) -> Batch:
-        """The next decoded batch. Raises DataError or a storage error of a stage; RunFailed after `timeout_s`."""
-        # A look at the queue's own list, without its lock: how many there are decoded, give or take one.
-        self._batch.look(sum(isinstance(item, Batch) and item.decoded for item in tuple(self._ready.queue)))
-        try:
-            item = self._ready.get(timeout=timeout_s)
-            if isinstance(item, BaseException):
-                raise item
-            item.wait(timeout_s)
-        except (queue.Empty, TimeoutError):
-            raise RunFailed(f"no batch for {timeout_s:g} s: input stalled") from None
+        """The next decoded batch. Raises DataError or a storage error of a stage; RunFailed after `timeout_s`; EndOfSet
+        once after the last batch of a set that is read once."""
+        self._batch.look(self._num_decoded())
+        if time.perf_counter() - self._sampled_t >= _SAMPLE_S:
+            self._sample()
+        item = self._waited_for(lambda seconds: self._ready.get(timeout=seconds), timeout_s)
+        if isinstance(item, BaseException):
+            raise item
+        self._waited_for(item.wait, timeout_s)
         if not self._first_batch_s:
             self._first_batch_s = time.perf_counter() - self._begin_t
         return item
+
+    def _num_decoded(self) -> int:
+        """Batches that are ready. A look at the queue's own list, without its lock: give or take one."""
+        return sum(isinstance(item, Batch) and item.decoded for item in tuple(self._ready.queue))
+
+    def _waited_for(self, wait: Callable[[float], T], timeout_s: float) -> T:
+        """What `wait` gives, with a sample each second until then."""
+        end_t = time.perf_counter() + timeout_s
+        while True:
+            left_s = end_t - time.perf_counter()
+            try:
+                return wait(max(0.0, min(left_s, _SAMPLE_S)))
+            except (queue.Empty, TimeoutError):
+                if left_s <= _SAMPLE_S:
+                    raise RunFailed(f"no batch for {timeout_s:g} s: input stalled") from None
+                self._sample()
+
+    def _sample(self) -> None:
+        """Tells of the stages as they are now: 50 us, by the thread that takes batches. What other threads count
+        meanwhile may be a moment older."""
+        self._sampled_t = time.perf_counter()
+        wait_in_s, wait_out_s = self._fetcher.wait_s, self._blocked.total_s()
+        times = {"fetch": self._fetcher.times_now(), "decode": self._pool.times_now()}
+        for stage in (self._records.stage, self._shuffle, self._batch):
+            times[stage.name] = Times(stage.busy_s, wait_in_s, wait_out_s)
+        self._tell(
+            InputSample(
+                busy_s={name: so_far.busy_s for name, so_far in times.items()},
+                wait_in_s={name: so_far.wait_in_s for name, so_far in times.items()},
+                wait_out_s={name: so_far.wait_out_s for name, so_far in times.items()},
+                queued={
+                    "fetch": self._fetcher.num_arrived,
+                    "shuffle": self._records.num_held,
+                    "batch": self._num_decoded(),
+                },
+                queue_capacity={
+                    "fetch": self._reading.read_ahead,
+                    "shuffle": self._shuffle.queue_capacity,
+                    "batch": self._batch.queue_capacity,
+                },
+            )
+        )
 
     def recycle(self, batch: Batch) -> None:
         """Counts the batch as trained and takes its pixel buffer back."""
         self._trained_batches += 1
         self._trained += len(batch.records)
         self._padded += sum(record.padding for record in batch.records)
+        self._replaced += sum(record.stands_in for record in batch.records)
         self._trained_bytes += batch.framed_bytes
-        self._buffers.put(batch.images)
+        self._buffers.put(batch.images if batch.buffer is None else batch.buffer)
 
     def close(self) -> InputTotals:
         """Stops, waits for every GET in flight, and accounts for what was fetched and never trained."""
@@ -151,7 +225,8 @@ class Loader:
             decoded_images=self._pool.decoded,
             trained_images=self._trained,
             padded_images=self._padded,
-            bad_images=0,
+            replaced_images=self._replaced,
+            bad_images=self._pool.bad,
             epochs=self._reader.planned_bytes * self._plan.world_size / set_bytes,
         )
         return self._totals
@@ -164,6 +239,7 @@ class Loader:
             read_ahead=self._reading.read_ahead,
             tuned=list(self._reading.tuned),
             first_batch_s=self._first_batch_s,
+            fallback_images=self._pool.fallbacks,
         )
 
     def stages(self) -> list[InputStage]:
@@ -185,6 +261,7 @@ class Loader:
         try:
             for batch in self._batches(in_turn(self._fetcher)):
                 self._put(batch)
+            self._put(EndOfSet())
         except Stopped:
             pass
         except BaseException as error:
@@ -194,28 +271,45 @@ class Loader:
                 pass
 
     def _batches(self, records: Iterator[Record]) -> Iterator[Batch]:
-        size, clock = self._plan.batch_size, time.perf_counter
+        clock = time.perf_counter
+        arranged = self._arranged(records)
         while True:
             with self._blocked.here():
-                images = self._buffers.get()
-            if images is None or self._stop.is_set():
+                buffer = self._buffers.get()
+            if buffer is None or self._stop.is_set():
                 raise Stopped
             begin_t, before_s = clock(), self._records.stage.busy_s + self._fetcher.wait_s
-            taken = []
-            for record in itertools.islice(records, size):
-                self._batched_bytes += record.framed_bytes
-                taken.append(record)
+            taken = next(arranged, None)
+            if taken is None:
+                return
             taken_t, after_s = clock(), self._records.stage.busy_s + self._fetcher.wait_s
-            batch = Batch(images=images, labels=np.empty(size, np.int64), records=taken, epoch=taken[-1].epoch)
+            batch = Batch(
+                images=self._samples.pixels(buffer, taken),
+                labels=np.empty(len(taken), np.int64),
+                records=taken,
+                epoch=max(record.epoch for record in taken),
+                buffer=buffer,
+            )
             taken_bytes = batch.framed_bytes
             self._shuffle.look(self._records.num_held)
             self._shuffle.busy_s += taken_t - begin_t - (after_s - before_s)
             for stage in (self._shuffle, self._batch):
-                stage.items += size
+                stage.items += len(taken)
                 stage.bytes += taken_bytes
             self._pool.submit(batch)
             self._batch.busy_s += clock() - taken_t
             yield batch
+
+    def _arranged(self, records: Iterator[Record]) -> Iterator[list[Record]]:
+        size = self._plan.batch_size
+        while True:
+            window = []
+            for record in itertools.islice(records, size * self._samples.window_batches):
+                self._batched_bytes += record.framed_bytes
+                window.append(record)
+            if not window:
+                return
+            yield from self._samples.arrange(window, size)
 
     def _put(self, item: Batch | BaseException) -> None:
         with self._blocked.here():

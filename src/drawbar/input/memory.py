@@ -27,15 +27,21 @@ class MemoryReader:
         self.received_bytes = 0
         self.failed_bytes = 0
 
-    def get(self, key: str, start: int, end: int, *, kind: str = "data", e_tag: str = "") -> bytes:
+    def get(self, key: str, start: int, end: int, *, kind: str = "", e_tag: str = "") -> bytes:
         body = self._data[start:end]
         self.planned_bytes += len(body)
         self.received_bytes += len(body)
         return body
 
-    def reread(self, key: str, start: int, end: int, why: str, *, e_tag: str = "") -> bytes:
-        """These bytes were checked when they came: they are damaged in this host's memory."""
+    def get_view(self, key: str, start: int, end: int, *, e_tag: str = "") -> memoryview:
+        return memoryview(self.get(key, start, end))
+
+    def blame(self, key: str, start: int, end: int, why: str) -> None:
+        """These bytes were checked when they came: they are damaged in this host's memory, and none is read again."""
         raise DataError(f"damaged in memory: {why}", hint="this host's memory is not sound")
+
+    def reread(self, key: str, start: int, end: int, *, e_tag: str = "") -> bytes:
+        return self._data[start:end]
 
     def stop(self) -> None:
         self._reader.stop()

@@ -34,6 +34,7 @@ import numpy.typing as npt
 
 from drawbar.dataset.listing import ShardInfo
 from drawbar.errors import InputError
+from drawbar.plural import plural
 
 Numbers = npt.NDArray[np.int64]
 LastBatch = Literal["drop", "pad", "carry"]
@@ -252,7 +253,7 @@ class ReadingPlan:
                 raise InputError(f"cannot go on with this epoch: {setting} was {theirs}, now it is {mine}")
         if state.num_records != self.index.num_records:
             raise InputError(
-                f"cannot go on with this epoch: the set had {state.num_records} records, "
+                f"cannot go on with this epoch: the set had {plural(state.num_records, 'record')}, "
                 f"now it has {self.index.num_records}"
             )
         if sum(leg.position for leg in state.legs) > state.num_records:
@@ -346,6 +347,11 @@ def lanes_for(lanes: int, world_size: int) -> int:
     return -(-lanes // world_size) * world_size
 
 
+def part_of(count: int, rank: int, world_size: int) -> range:
+    """A rank's share of `count` things that are each to be had once: shares differ by one at most, and may be empty."""
+    return range(count * rank // world_size, count * (rank + 1) // world_size)
+
+
 def whole_shards(num_shards: int, *, rank: int, world_size: int, seed: int, epoch: int) -> list[int]:
     """A rank's shards of one epoch, where records are not known."""
     return shard_order(num_shards, seed, epoch)[rank::world_size]
@@ -354,20 +360,20 @@ def whole_shards(num_shards: int, *, rank: int, world_size: int, seed: int, epoc
 def check_plan(shards: Sequence[ShardInfo], *, world_size: int, batch_size: int) -> None:
     """Raises InputError where these shards cannot feed this world."""
     if not any(shard.size_bytes for shard in shards):
-        raise InputError(f"all {len(shards)} shards are empty")
+        raise InputError(f"every one of {plural(len(shards), 'shard')} is empty")
     counts = [shard.num_records for shard in shards]
     if any(count is None for count in counts):
         if len(shards) < world_size:
             raise InputError(
-                f"more ranks than shards: {world_size} ranks, {len(shards)} shards without a manifest",
-                hint=f"use at most {len(shards)} ranks, or make the shards with `drawbar data pack`, whose manifest "
-                "lets ranks share a shard; compressed shards cannot be shared",
+                f"more ranks than shards: {world_size} ranks, {plural(len(shards), 'shard')} without a manifest",
+                hint=f"use at most {plural(len(shards), 'rank')}, or make the shards with `drawbar data pack`, whose "
+                "manifest lets ranks share a shard; compressed shards cannot be shared",
             )
         return
     records = sum(count or 0 for count in counts)
     if records < batch_size * world_size:
         raise InputError(
-            f"batch larger than the set: {world_size} ranks x {batch_size} need {world_size * batch_size} records a "
-            f"step, the set has {records}",
+            f"batch larger than the set: {plural(world_size, 'rank')} x {batch_size} need "
+            f"{plural(world_size * batch_size, 'record')} a step, the set has {records}",
             hint=f"train.batch_size of at most {records // world_size}" if records >= world_size else "fewer ranks",
         )

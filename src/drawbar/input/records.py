@@ -1,22 +1,45 @@
-"""Bodies to records: decompression, framing, both CRCs; and of a lane's records those it trains, shuffled."""
+"""Bodies to records: decompression, framing, both CRCs; and of a lane's records those it trains, shuffled.
+
+What is damaged is read once more: of a plain shard from the record's first byte to the end of its body. Of a compressed
+one from its start, as a stream can be taken up nowhere else and its damage may show long after the damaged byte; the
+records given out before are passed over. It ends the run where that brings no further record.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import chain, groupby, islice
 from typing import TypeVar
 
+import google_crc32c
+
 from drawbar.dataset.compressed import Decompressor, Inflation
-from drawbar.dataset.tfrecord import FramingError, RecordSplitter, compression_of
+from drawbar.dataset.tfrecord import Compression, FramingError, RecordSplitter, compression_of
 from drawbar.errors import DataError
 from drawbar.input.batch import Record
-from drawbar.input.fetch import Body, Chunk
+from drawbar.input.fetch import Body, Bytes, Chunk
 from drawbar.input.plan import BoundedShuffle, Lane
 from drawbar.input.stages import Stage
+from drawbar.plural import plural
 from drawbar.storage.reader import Reader
 
 R = TypeVar("R", Record, Record | None)
+
+
+@dataclass(kw_only=True)
+class _Came:
+    """What has come of one compressed shard."""
+
+    bodies: list[tuple[Chunk, int]] = field(default_factory=list)
+    """With the CRC32C of each."""
+    records: int = 0
+    """Given out."""
+    crc: int = 0
+    """CRC32C of their payloads, one after another."""
+    blamed: bool = False
+    """A body was found to be damaged."""
 
 
 class RecordReader:
@@ -82,48 +105,106 @@ class RecordReader:
         for _ in range(place, len(lane.numbers)):
             yield None
 
-    def _of_chunk(self, chunk: Chunk, body: bytes) -> Iterator[Record]:
+    def _of_chunk(self, chunk: Chunk, body: Bytes) -> Iterator[Record]:
         """The records of a body that holds whole ones. Raises FramingError naming shard and offset for damage."""
         self._input_bytes += len(body)
         splitter = RecordSplitter(chunk.key, chunk.start, chunk.end)
-        yield from self._split(splitter, chunk, body, chunk.end)
+        yield from self._split(splitter, chunk, body)
         splitter.finish()
         if splitter.num_records != chunk.num_records:
             raise DataError(
-                f"{chunk.key}: {splitter.num_records} records in bytes {chunk.start} to {chunk.end}, the manifest says "
-                f"{chunk.num_records}",
+                f"{chunk.key}: {plural(splitter.num_records, 'record')} in bytes {chunk.start} to {chunk.end}, the "
+                f"manifest says {chunk.num_records}",
                 hint="manifest and shards do not belong together: pack the set again",
             )
 
     def _of_shards(self, bodies: Iterable[Body]) -> Iterator[Record]:
         for _, group in groupby(bodies, key=lambda body: body[0].shard):
-            chunk, first = next(group)
-            kind = compression_of(first)
-            stream = Decompressor(chunk.key, kind, self.inflation) if kind else None
-            splitter = RecordSplitter(chunk.key)
-            for part, body in chain(((chunk, first),), group):
-                for piece in stream.feed(body) if stream else (body,):
-                    self._input_bytes += len(piece)
-                    yield from self._split(splitter, part, piece, None if stream else part.end)
-            if stream:
-                stream.finish()
-            splitter.finish()
+            yield from self._of_shard(group)
 
-    def _split(self, splitter: RecordSplitter, chunk: Chunk, piece: bytes, end: int | None) -> Iterator[Record]:
-        """`end` is the piece's in the shard; None where it is decompressed, and damage cannot be read again."""
+    def _of_shard(self, bodies: Iterator[Body]) -> Iterator[Record]:
+        chunk, first = next(bodies)
+        bodies, kind = chain(((chunk, first),), bodies), compression_of(first)
+        return self._of_compressed(chunk.key, kind, bodies) if kind else self._of_plain(chunk.key, bodies)
+
+    def _of_plain(self, key: str, bodies: Iterable[Body]) -> Iterator[Record]:
+        splitter = RecordSplitter(key)
+        for chunk, body in bodies:
+            self._input_bytes += len(body)
+            yield from self._split(splitter, chunk, body)
+        splitter.finish()
+
+    def _of_compressed(self, key: str, kind: Compression, bodies: Iterator[Body]) -> Iterator[Record]:
+        came, restarted_at = _Came(), -1
+        parts = self._noted(came, bodies)
+        while True:
+            try:
+                yield from self._inflated(key, kind, came, parts)
+                return
+            except FramingError as error:
+                if came.records == restarted_at:
+                    if not came.blamed:  # it came the same twice
+                        last, _ = came.bodies[-1]
+                        self._reader.blame(key, last.start, last.end, error.message)
+                    raise
+                restarted_at, came.blamed = came.records, False
+                parts = chain(self._again(came, error.message), self._noted(came, bodies))
+
+    @staticmethod
+    def _noted(came: _Came, bodies: Iterable[Body]) -> Iterator[Body]:
+        for chunk, body in bodies:
+            came.bodies.append((chunk, google_crc32c.value(bytes(body))))
+            yield chunk, body
+
+    def _again(self, came: _Came, why: str) -> Iterator[Body]:
+        """All that has come, read once more one body at a time; the one that is another now was the damaged one."""
+        for i in range(len(came.bodies)):
+            chunk, crc = came.bodies[i]
+            body = self._reader.reread(chunk.key, chunk.start, chunk.end, e_tag=chunk.e_tag)
+            found: int = google_crc32c.value(body)
+            if found != crc:
+                self._reader.blame(chunk.key, chunk.start, chunk.end, why)
+                came.bodies[i], came.blamed = (chunk, found), True
+            yield chunk, body
+
+    def _inflated(self, key: str, kind: Compression, came: _Came, bodies: Iterable[Body]) -> Iterator[Record]:
+        """A compressed shard's records from its first body on, without those that were given out before."""
+        stream, splitter = Decompressor(key, kind, self.inflation), RecordSplitter(key)
+        known, known_crc = came.records, came.crc
+        number = crc = 0
+        for chunk, body in bodies:
+            for piece in stream.feed(body):
+                self._input_bytes += len(piece)
+                for record in self._framed(splitter, chunk, piece):
+                    number, crc = number + 1, google_crc32c.extend(crc, record.payload)
+                    if number > known:
+                        came.records, came.crc = number, crc
+                        yield record
+                        continue
+                    self._skipped_bytes += record.framed_bytes
+                    if number == known and crc != known_crc:
+                        raise DataError(
+                            f"{key}: read once more, the first {plural(known, 'record')} came different than before",
+                            hint="the endpoints hold different copies: pack the set again",
+                        )
+        stream.finish()
+        splitter.finish()
+
+    def _split(self, splitter: RecordSplitter, chunk: Chunk, body: Bytes) -> Iterator[Record]:
+        """The records that a plain shard's body completes; what is damaged is read once more."""
         try:
-            yield from self._framed(splitter, chunk, piece)
+            yield from self._framed(splitter, chunk, body)
             return
         except FramingError as error:
-            if end is None:
-                raise
-            # Once: from the record's first byte, of which a part may have come with an earlier piece.
-            again = self._reader.reread(chunk.key, error.offset, end, error.message, e_tag=chunk.e_tag)
+            # Once: from the record's first byte, of which a part may have come with an earlier body.
+            start = error.offset
+            self._reader.blame(chunk.key, start, chunk.end, error.message)
+            again = self._reader.reread(chunk.key, start, chunk.end, e_tag=chunk.e_tag)
         splitter.restart()
         self._input_bytes += len(again)
         yield from self._framed(splitter, chunk, again)
 
-    def _framed(self, splitter: RecordSplitter, chunk: Chunk, piece: bytes) -> Iterator[Record]:
+    def _framed(self, splitter: RecordSplitter, chunk: Chunk, piece: Bytes) -> Iterator[Record]:
         stage, clock, pieces = self.stage, time.perf_counter, splitter.feed(piece)
         while True:
             begin_t = clock()

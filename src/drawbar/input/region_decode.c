@@ -21,6 +21,8 @@
 
 #include <jpeglib.h>
 
+#include "huffman.h"
+
 #define EXPORT __attribute__((visibility("default")))
 #define PIXEL 3 /* bytes: RGB */
 #if defined(__x86_64__) && defined(__GLIBC__)
@@ -32,7 +34,7 @@
 #endif
 
 /* Options of decoding; without any it is exact. */
-enum { FAST_DCT = 1, FAST_UPSAMPLING = 2, SCALED_DCT = 4 };
+enum { FAST_DCT = 1, FAST_UPSAMPLING = 2, SCALED_DCT = 4, LIBJPEG_HUFFMAN = 8, WHOLE = 16 };
 
 typedef struct {
     struct jpeg_error_mgr *(*std_error)(struct jpeg_error_mgr *);
@@ -58,6 +60,7 @@ typedef struct {
     jmp_buf escape;
     library calls;
     void *handle;
+    huffman_reader huffman;
     buffer pixels, lines;
     int warned;
     char message[JMSG_LENGTH_MAX];
@@ -218,6 +221,12 @@ static void on_message(j_common_ptr jpeg, int level) {
 
 static void on_output(j_common_ptr jpeg) { (void)jpeg; }
 
+static void on_damage(j_decompress_ptr jpeg, const char *why) {
+    decoder *self = (decoder *)jpeg;
+    snprintf(self->message, sizeof self->message, "%s", why);
+    longjmp(self->escape, 1);
+}
+
 static int resolve(void *handle, library *calls) {
     const struct {
         const char *name;
@@ -239,6 +248,7 @@ static int resolve(void *handle, library *calls) {
 
 EXPORT void drawbar_jpeg_free(decoder *self) {
     self->calls.destroy(&self->jpeg);
+    huffman_free(&self->huffman);
     free(self->pixels.bytes);
     free(self->lines.bytes);
     dlclose(self->handle);
@@ -264,6 +274,7 @@ EXPORT decoder *drawbar_jpeg_new(const char *path, char *message) {
     self->errors.error_exit = on_error;
     self->errors.emit_message = on_message;
     self->errors.output_message = on_output;
+    self->huffman.fail = on_damage;
     if (setjmp(self->escape)) {
         snprintf(message, JMSG_LENGTH_MAX, "%s", self->message);
         free(self);
@@ -275,7 +286,7 @@ EXPORT decoder *drawbar_jpeg_new(const char *path, char *message) {
 }
 
 /* Changes with every change of the functions below: Drawbar takes no library that it was not written for. */
-EXPORT int drawbar_jpeg_interface(void) { return 1; }
+EXPORT int drawbar_jpeg_interface(void) { return 2; }
 
 /* File of the libjpeg-turbo in use. */
 EXPORT const char *drawbar_jpeg_path(const decoder *self) {
@@ -314,6 +325,7 @@ static int decode(decoder *self, const window *wanted, int32_t scale, int option
     jpeg->scale_num = 1;
     jpeg->scale_denom = (unsigned int)scale;
     self->calls.start(jpeg);
+    if (!(options & LIBJPEG_HUFFMAN)) huffman_take_over(&self->huffman, jpeg);
 
     int32_t top = wanted->top / scale, bottom = (wanted->top + wanted->height + scale - 1) / scale;
     int32_t left = wanted->left / scale, right = (wanted->left + wanted->width + scale - 1) / scale;
@@ -368,13 +380,14 @@ EXPORT int drawbar_jpeg_sample(decoder *self, const window *readable, const view
     int32_t scale = 1;
     if (options & SCALED_DCT)
         while (scale < 8 && shown->width >= 2. * scale * width && shown->height >= 2. * scale * height) scale *= 2;
-    window got;
-    if (decode(self, readable, scale, options, &got)) return -1;
+    window got, whole = {0, 0, (int32_t)self->jpeg.image_height, (int32_t)self->jpeg.image_width};
+    if (decode(self, options & WHOLE ? &whole : readable, scale, options, &got)) return -1;
 
-    /* Both places in the rows that were got: columns may have been added at either side, rows were not. */
-    int32_t left = readable->left / scale - got.left;
+    /* Both places in the rows that were got: more columns and rows may be there on all sides. */
+    int32_t left = readable->left / scale - got.left, top = readable->top / scale - got.top;
     int32_t right = (readable->left + readable->width + scale - 1) / scale - got.left;
-    window within = {0, left, got.height, right - left};
+    int32_t bottom = (readable->top + readable->height + scale - 1) / scale - got.top;
+    window within = {top, left, bottom - top, right - left};
     view scaled = {shown->top / scale - got.top, shown->left / scale - got.left, shown->height / scale,
                    shown->width / scale};
     size_t row_bytes = (size_t)got.width * PIXEL;

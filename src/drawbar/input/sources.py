@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import numpy as np
+
 from drawbar.config import Input
 from drawbar.dataset.listing import ShardInfo
 from drawbar.errors import InputError
 from drawbar.input.batch import Record
 from drawbar.input.fetch import Fetcher, Source, lane_chunks, shard_chunks
-from drawbar.input.plan import Lane, PlanState, ReadingPlan, RecordIndex, whole_shards
+from drawbar.input.plan import Lane, PlanState, ReadingPlan, RecordIndex, part_of, whole_shards
 from drawbar.input.records import RecordReader
 
 RequestBytes = Callable[[], int]
@@ -31,6 +33,8 @@ class ReadPlan:
     """Per rank."""
     state: PlanState | None = None
     """Where to go on, as an earlier loader had it; None: at the beginning."""
+    once: bool = False
+    """For an evaluation: every record of the set once, in the set's order, and then no more."""
 
 
 class Sources(Protocol):
@@ -40,8 +44,8 @@ class Sources(Protocol):
     """How many bodies are open at once."""
 
     def groups(self, reader: RecordReader, request_bytes: RequestBytes) -> Iterator[list[Source]]:
-        """Stretch after stretch, without end: the sources of which one record each is taken in turn, until one has no
-        more."""
+        """Stretch after stretch, without end but for what is read once: the sources of which one record each is taken
+        in turn, until one has no more."""
 
     def state_after(self, num_steps: int) -> PlanState | None:
         """Where the set's training stands `num_steps` global steps after the beginning of this loader."""
@@ -49,6 +53,8 @@ class Sources(Protocol):
 
 def open_sources(plan: ReadPlan, settings: Input) -> Sources:
     """Raises InputError where `plan.state` does not fit the set or the recipe."""
+    if plan.once:
+        return OnceSources(plan)
     if all(shard.record_bytes is not None for shard in plan.shards):
         return LaneSources(plan, settings)
     return ShardSources(plan, settings)
@@ -116,10 +122,41 @@ class ShardSources:
         return None
 
 
+class OnceSources:
+    """Every record of the set once: by records where they are known, so that ranks' shares differ by one at most, else
+    by whole shards, of which a rank may have none."""
+
+    num_lanes = 1
+
+    def __init__(self, plan: ReadPlan) -> None:
+        self._plan = plan
+
+    def groups(self, reader: RecordReader, request_bytes: RequestBytes) -> Iterator[list[Source]]:
+        plan = self._plan
+        if any(shard.record_bytes is None for shard in plan.shards):
+            chunks = shard_chunks(plan.shards, range(plan.rank, len(plan.shards), plan.world_size), 0, request_bytes)
+            yield [Source(chunks, partial(reader.shards, shuffle_seed="", window=1))]
+            return
+        index = RecordIndex(plan.shards)
+        mine = part_of(index.num_records, plan.rank, plan.world_size)
+        lane = Lane(
+            epoch=0,
+            numbers=np.arange(mine.start, mine.stop),
+            window=1,
+            rng_seed="",
+            done=0,
+            stop=len(mine),
+            padding=False,
+        )
+        yield [Source(lane_chunks(plan.shards, index, lane, set(), request_bytes, 1.0), partial(reader.lane, lane))]
+
+    def state_after(self, num_steps: int) -> None:
+        return None
+
+
 def in_turn(fetcher: Fetcher) -> Iterator[Record]:
-    """Stretch after stretch, a record of each source in turn: what a rank trains, without end."""
-    while True:
-        group = fetcher.next_group()
+    """Stretch after stretch, a record of each source in turn: what a rank trains, without end, or evaluates."""
+    while (group := fetcher.next_group()) is not None:
         sources = [source.records(fetcher.bodies(source)) for source in group]
         for source in itertools.cycle(sources):
             record = next(source, None)

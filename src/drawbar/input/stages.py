@@ -1,5 +1,5 @@
 """Where each stage of the input spends its time: busy, blocked on its input, blocked on its output; and how full the
-queue behind it is. Counted by the threads that do the work, read once at the end.
+queue behind it is. Counted by the threads that do the work; read at the end, and once a second by the training loop.
 
 A full queue blames who takes from it, an empty one who fills it.
 """
@@ -11,8 +11,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from drawbar.journal import InputStage
+
+
+class Times(NamedTuple):
+    """Of one stage so far, what goes on now included. Seconds, summed over its threads."""
+
+    busy_s: float
+    wait_in_s: float
+    wait_out_s: float
 
 
 @dataclass(kw_only=True)

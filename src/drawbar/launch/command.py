@@ -8,15 +8,29 @@ from pathlib import Path
 from drawbar.analyze.result import write_result
 from drawbar.analyze.schema import Result
 from drawbar.config import Recipe
-from drawbar.errors import DrawbarError
+from drawbar.errors import DrawbarError, EnvironmentUnfit
 from drawbar.launch import run as launcher
+from drawbar.launch.checkpoints import check_checkpoints
+from drawbar.launch.train_dir import check_train_dir, with_start_time
 from drawbar.report.page import write_page
 from drawbar.report.terminal import summary_text
 from drawbar.terminal import Terminal
+from drawbar.world import World
 
 
 def default_run_dir(recipe: Recipe, base: Path = Path("runs")) -> Path:
     return base / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def refuse_to_be_a_rank() -> None:
+    """Raises EnvironmentUnfit where a launcher has started this process as one of several."""
+    world = World.detect()
+    if world.world_size > 1:
+        raise EnvironmentUnfit(
+            f"this process is rank {world.rank} of {world.world_size} of {world.launcher}; Drawbar starts its ranks "
+            "itself: under another launcher it is not supported yet",
+            hint="start it once, without the launcher; launch.ranks and launch.hosts say where ranks run",
+        )
 
 
 def run_and_report(recipe: Recipe, out: Path | None, json_out: bool) -> Result:
@@ -24,12 +38,15 @@ def run_and_report(recipe: Recipe, out: Path | None, json_out: bool) -> Result:
 
     Raises InputError or EnvironmentUnfit where the run directory or the storage cannot be used; nothing is written.
     """
+    refuse_to_be_a_rank()
     run_dir = out or default_run_dir(recipe)
+    recipe = with_start_time(recipe)
     terminal = Terminal(quiet_stdout=json_out)
     with launcher.new_run_dir(run_dir):
         try:
             terminal.status("checking the recipe against storage")
-            storage = launcher.check_storage(recipe, terminal.status)
+            check_train_dir(recipe)
+            storage = check_checkpoints(recipe, launcher.check_storage(recipe, terminal.status))
             with launcher.reserve(storage):
                 (run_dir / "recipe.toml").write_text(recipe.to_toml())
                 try:

@@ -11,7 +11,7 @@ import os
 import time
 from pathlib import Path
 
-from drawbar.journal import Clock, Error, Event, Host, JournalWriter, RunEnd, RunStart, Step
+from drawbar.journal import Clock, Error, Evaluation, Event, Host, JournalWriter, RunEnd, RunStart, Step
 from drawbar.launch.process import ECHO
 
 ECHO_VARIABLE = "DRAWBAR_ECHO"
@@ -33,7 +33,7 @@ class EchoingJournal(JournalWriter):
             if now_t < self._step_due_t:
                 return
             self._step_due_t = now_t + _STEP_PAUSE_S
-        elif not isinstance(event, RunStart | Clock | Error | RunEnd | Host):
+        elif not isinstance(event, RunStart | Clock | Error | Evaluation | RunEnd | Host):
             return
         row = {"rank": self._rank, "event": {"event": event.name, **dataclasses.asdict(event)}}
         line = ECHO.encode() + json.dumps(row, separators=(",", ":")).encode() + b"\n"

@@ -14,7 +14,17 @@ import psutil
 import drawbar
 from drawbar.config import Launch, Recipe
 
-_PACKAGES = ("torch", "torchvision", "numpy", "obstore", "simplejpeg", "opencv-python-headless", "google-crc32c")
+_PACKAGES = (
+    "torch",
+    "torchvision",
+    "timm",
+    "safetensors",
+    "numpy",
+    "obstore",
+    "simplejpeg",
+    "opencv-python-headless",
+    "google-crc32c",
+)
 
 RECIPE_VARIABLE = "DRAWBAR_RECIPE"
 """How ranks on hosts that do not share the run directory learn the recipe: as JSON."""
@@ -45,7 +55,10 @@ def decode_threads(recipe: Recipe, local_world_size: int, device: str) -> int:
     """Cores that the host's compute threads leave free, shared by its ranks; at least 1."""
     if recipe.input.decode_threads:
         return recipe.input.decode_threads
-    compute = 1 if device == "cuda" else threads_per_rank(recipe.launch, local_world_size)
+    if recipe.emulate.step_s:
+        compute = 0
+    else:
+        compute = 1 if device == "cuda" else threads_per_rank(recipe.launch, local_world_size)
     return max(1, usable_cpus() // local_world_size - compute)
 
 

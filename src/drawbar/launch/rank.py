@@ -16,19 +16,26 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+import psutil
+
 from drawbar.config import Recipe, load_recipe
 from drawbar.errors import DrawbarError, EnvironmentUnfit
-from drawbar.journal import Clock, Error, JournalWriter, RunEnd, RunStart
+from drawbar.journal import Clock, Error, JournalWriter, ModelBuilt, RunEnd, RunStart, TrainingStart
 from drawbar.launch import last_words
+from drawbar.launch.cold import files_of, flush_unflushed
 from drawbar.launch.echo import ECHO_VARIABLE, EchoingJournal
 from drawbar.launch.environment import RECIPE_VARIABLE, decode_threads, describe, threads_per_rank
 from drawbar.launch.rendezvous import rendezvous
+from drawbar.launch.train_dir import train_dir
 from drawbar.world import World
 
 if TYPE_CHECKING:
     # torch is imported late: a rank writes down that it could not even do that.
     import torch
     from torch.distributed import ProcessGroup
+
+    from drawbar.train.build import Training
+    from drawbar.train.summaries import Summaries
 
 
 class Phase:
@@ -57,7 +64,7 @@ def main(run_dir: Path) -> NoReturn:
     code = 1
     try:
         recipe = recipe_of_run(run_dir)
-        _run(recipe, world, journal, open_journal, phase)
+        _run(run_dir, recipe, world, journal, open_journal, phase)
         journal.write(RunEnd(status="ok", unix_s=time.time()))
         code = 0
     except BaseException as error:
@@ -71,20 +78,31 @@ def main(run_dir: Path) -> NoReturn:
 
 
 def _run(
-    recipe: Recipe, world: World, journal: JournalWriter, open_journal: Callable[[str], JournalWriter], phase: Phase
+    run_dir: Path,
+    recipe: Recipe,
+    world: World,
+    journal: JournalWriter,
+    open_journal: Callable[[str], JournalWriter],
+    phase: Phase,
 ) -> None:
     phase.now = "import torch"
     import torch
 
+    from drawbar.checkpoint.find import store_of_rank
+    from drawbar.checkpoint.reader import resume
+    from drawbar.checkpoint.writer import About, CheckpointWriter
+    from drawbar.epochs import EvalPlan
     from drawbar.input.device import device_of_rank
+    from drawbar.launch.eval_feed import EvalFeed
     from drawbar.launch.feed import open_feed
-    from drawbar.train.build import build_training
+    from drawbar.train.build import build_training, make_evaluation
     from drawbar.train.clock import CudaClock, HostClock
-    from drawbar.train.loop import LoopSettings, train
+    from drawbar.train.loop import Between, LoopSettings, train
     from drawbar.train.precision import choose_precision
+    from drawbar.train.quality import Evaluations
 
     device = device_of_rank(recipe.launch.device, world)
-    dtype = choose_precision(recipe.model.precision, device)
+    precision = choose_precision(recipe.model.precision, device)
     threads = threads_per_rank(recipe.launch, world.local_world_size)
     decoders = decode_threads(recipe, world.local_world_size, device.type)
     torch.set_num_threads(threads)
@@ -92,7 +110,8 @@ def _run(
 
     phase.now = "open data"
     feed = open_feed(recipe, world, device, decoders, journal.write)
-    precision = "bf16" if dtype == torch.bfloat16 else "fp32"
+    eval_feed = EvalFeed(recipe, world, device, decoders, journal.write) if recipe.data.eval_url else None
+    plan = EvalPlan.of(recipe, feed.num_records)
     journal.write(
         RunStart(
             role="rank",
@@ -105,20 +124,62 @@ def _run(
             recipe_sha256=recipe.sha256(),
             dataset_sha256=feed.dataset_sha256,
             endpoint=feed.endpoint,
-            environment=describe(str(device), precision, threads, decoders)
+            environment=describe(str(device), precision.name, 0 if recipe.emulate.step_s else threads, decoders)
             | {"decoding": feed.decoding, "storage": feed.storage},
         )
     )
 
     phase.now = "meet the other ranks"
     with _process_group(recipe, world, device) as control:
-        agree(control, recipe, world, feed.dataset_sha256)
+        agree(control, recipe, world, feed.dataset_sha256, eval_feed.dataset_sha256 if eval_feed else "")
         _write_clock(journal, control, world, "start")
         phase.now = "build model"
-        training = build_training(recipe, world, device, dtype)
+        # An emulated step passes on the host, whatever the device.
+        on_gpu = device.type == "cuda" and not recipe.emulate.step_s
+        clock = CudaClock() if on_gpu else HostClock()
+        training = build_training(recipe, world, device, precision, clock, feed.num_records)
+        journal.write(
+            ModelBuilt(
+                model=recipe.model.name,
+                parameters=sum(p.numel() for p in training.model.parameters() if p.requires_grad),
+                gradient_bytes=training.gradient_bytes,
+                emulated_step_s=recipe.emulate.step_s,
+            )
+        )
+        if training.weights is not None:
+            journal.write(training.weights)
+        phase.now = "resume"
+        rounding = {
+            "device": device.type,
+            "precision": precision.name,
+            "compute threads": str(threads),
+            "torch": torch.__version__,
+        }
+        about = About(
+            recipe=recipe,
+            world=world,
+            dataset_sha256=feed.dataset_sha256,
+            num_records=feed.num_records,
+            rounding=rounding,
+        )
+        resumed = resume(training, about, journal.write)
+        checkpoints = None
+        if recipe.checkpoint.url:
+            checkpoints = CheckpointWriter(
+                store_of_rank(recipe.checkpoint.url, recipe),
+                about,
+                training,
+                control,
+                journal,
+                plan_state=feed.plan_state,
+                first_step=resumed.step,
+                first_epoch=resumed.epoch,
+            )
+        warmup_steps, steps = recipe.train.steps_from(resumed.step, plan.total_steps)
         settings = LoopSettings(
-            warmup_steps=recipe.train.warmup_steps,
-            steps=recipe.train.steps,
+            first_step=resumed.step,
+            warmup_steps=warmup_steps,
+            steps=steps,
             rank=world.rank,
             slow_step_s=recipe.faults.slow_step_s if world.rank == recipe.faults.slow_rank else 0.0,
         )
@@ -126,11 +187,40 @@ def _run(
         def on_step(number: int) -> None:
             phase.now = f"step {number}"
 
+        def on_evaluation(step: int) -> None:
+            phase.now = f"evaluation after step {step}"
+
+        evaluations: Between | None = None
+        if eval_feed is not None:
+            evaluations = Evaluations(
+                make_evaluation(
+                    recipe, training, eval_feed.batches, device=device, dtype=precision.dtype, control=control
+                ),
+                eval_feed,
+                due=plan.due,
+                target=recipe.quality.targets,
+                journal=journal,
+                device=device,
+                control=control,
+                on_evaluation=on_evaluation,
+            )
+
         with _host_counters(open_journal, control, world):
+            files = files_of(recipe.data.url, feed.shards)
+            if eval_feed is not None:
+                files += files_of(recipe.data.eval_url, eval_feed.shards)
+            flush_unflushed(recipe, world, files, journal)
             torch.distributed.barrier(control)
-            feed.start()
-            clock = CudaClock() if device.type == "cuda" else HostClock()
-            train(feed.next_batch, training.step, clock, journal, settings, on_step)
+            # From here on data are read.
+            journal.write(TrainingStart(init_s=time.time() - psutil.Process().create_time()))
+            feed.start(resumed.plan)
+            with _summaries(recipe, run_dir, world, training, journal) as summaries:
+                # A checkpoint comes after the evaluation of its step: who resumes from it has not skipped one.
+                between = [each for each in (summaries, evaluations, checkpoints) if each]
+                train(feed.next_batch, training.step, clock, summaries or journal, settings, on_step, between)
+            if checkpoints:
+                phase.now = "write the last checkpoint"
+                checkpoints.finish()
             phase.now = "drain input"
             for event in feed.close():
                 journal.write(event)
@@ -144,6 +234,24 @@ def recipe_of_run(run_dir: Path) -> Recipe:
     if RECIPE_VARIABLE in os.environ:
         return Recipe.model_validate_json(os.environ[RECIPE_VARIABLE])
     return load_recipe(run_dir / "recipe.toml")
+
+
+@contextlib.contextmanager
+def _summaries(
+    recipe: Recipe, run_dir: Path, world: World, training: Training, journal: JournalWriter
+) -> Iterator[Summaries | None]:
+    """None where none are wanted, and on all ranks but 0."""
+    if world.rank != 0 or not recipe.summaries.wanted:
+        yield None
+        return
+    from drawbar.train.summaries import Summaries
+
+    folder = train_dir(recipe, run_dir)
+    summaries = Summaries(folder, recipe.summaries, training.model, training.optimizer, journal)
+    try:
+        yield summaries
+    finally:
+        summaries.close()
 
 
 @contextlib.contextmanager
@@ -176,13 +284,20 @@ def _process_group(recipe: Recipe, world: World, device: torch.device) -> Iterat
     dist.destroy_process_group()
 
 
-def agree(control: ProcessGroup, recipe: Recipe, world: World, dataset_sha256: str) -> None:
+def agree(
+    control: ProcessGroup, recipe: Recipe, world: World, dataset_sha256: str, validation_sha256: str = ""
+) -> None:
     """Raises EnvironmentUnfit unless as many ranks met as the recipe asks for, all with one recipe and one data set."""
     import torch.distributed as dist
 
     if world.world_size != recipe.launch.ranks:
         raise EnvironmentUnfit(f"the recipe asks for {recipe.launch.ranks} ranks, {world.world_size} were started")
-    mine = {"recipe": recipe.sha256(), "data set": dataset_sha256, "Drawbar": describe()["drawbar"]}
+    mine = {
+        "recipe": recipe.sha256(),
+        "data set": dataset_sha256,
+        "validation set": validation_sha256,
+        "Drawbar": describe()["drawbar"],
+    }
     theirs: list[dict[str, str]] = [{} for _ in range(world.world_size)]
     dist.all_gather_object(theirs, mine, group=control)
     for rank, other in enumerate(theirs):

@@ -13,24 +13,37 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from drawbar.checkpoint.find import Checkpoints
 from drawbar.config import Recipe
 from drawbar.config import Storage as StorageSettings
-from drawbar.dataset.index import INDEX_NAME, INDEX_VARIABLE, ShardIndex, find_or_scan
+from drawbar.dataset.index import (
+    EVAL_INDEX_NAME,
+    EVAL_INDEX_VARIABLE,
+    INDEX_NAME,
+    INDEX_VARIABLE,
+    ShardIndex,
+    find_or_scan,
+)
 from drawbar.dataset.listing import Listing, split_pattern
 from drawbar.dataset.manifest import Manifest
+from drawbar.epochs import EvalPlan, run_steps
 from drawbar.errors import DrawbarError, EnvironmentUnfit, InputError, Interrupted
 from drawbar.input.plan import check_plan
-from drawbar.journal import Cache, DataSet, Error, JournalWriter, Request, RunEnd, RunStart, Witness
+from drawbar.journal import DataSet, Error, JournalWriter, Request, RunEnd, RunStart, Witness
+from drawbar.launch.cold import FLUSHED_NODE, make_cold
 from drawbar.launch.environment import EMBEDDED_ENDPOINTS, describe
 from drawbar.launch.launchers import Launcher, launcher_of
 from drawbar.launch.listing import list_place
 from drawbar.launch.process import LauncherProcess
 from drawbar.launch.watch import Console, RanksFailed, watch
+from drawbar.models.names import DETECTORS, MASK_RCNN
 from drawbar.storage import embedded, page_cache
 from drawbar.storage.environment import Credentials, environment_endpoint
+from drawbar.storage.flush_hook import check_command
 from drawbar.storage.reader import CountedReader
 from drawbar.storage.stores import open_place
 from drawbar.storage.urls import parse_url
+from drawbar.train.schedule import learning_rate
 
 _FILE_WINDOW_BYTES = 64
 """A header and what a small read brings along: the scan of files steps from header to header."""
@@ -49,7 +62,17 @@ class Storage:
     listing: Listing | None
     """None with a constant batch; with record sizes from the index where there is one."""
     index: ShardIndex | None = None
-    """Of a set without a manifest, where ranks share its shards."""
+    """Of a set without a manifest, where ranks share its shards, or its records must be counted."""
+    validation: Listing | None = None
+    """What lies under `data.eval_url`."""
+    validation_index: ShardIndex | None = None
+    checkpoints: Checkpoints | None = None
+    """None where none is written or read."""
+
+    @property
+    def num_records(self) -> int | None:
+        """Of the training set."""
+        return self.listing.num_records if self.listing else None
 
 
 def run(recipe: Recipe, storage: Storage, run_dir: Path, console: Console) -> None:
@@ -83,19 +106,28 @@ def _run(recipe: Recipe, storage: Storage, run_dir: Path, journal: JournalWriter
         )
     )
     if storage.listing is not None:
-        journal.write(_data_set(storage.listing))
+        journal.write(_data_set(storage.listing, "training"))
+        if storage.validation is not None:
+            journal.write(_data_set(storage.validation, "validation"))
         if missing := storage.listing.missing:
             console.line(f"note: shards are missing, by the others' numbers: {len(missing)}, such as {missing[0]}")
     console.status("making the start cold" if recipe.cache.start == "cold" else "starting")
-    storage = make_cold(recipe, storage, journal)
+    storage = make_cold(recipe, storage, run_dir, journal)
+    if recipe.cache.start == "cold" and storage.checkpoints is not None:
+        page_cache.flush(storage.checkpoints.files_to_read())
     write_witnesses(storage.store, "before", journal)
-    launcher = launcher_of(recipe, run_dir, secrets_of_ranks(storage, run_dir))
+    first_step = storage.checkpoints.first_step if storage.checkpoints else 0
+    if first_step:
+        console.line(f"resuming from step {first_step}")
+    warmup_steps, steps = recipe.train.steps_from(first_step, run_steps(recipe, storage.num_records))
+    env = secrets_of_ranks(storage, run_dir) | {FLUSHED_NODE: socket.gethostname()}
+    launcher = launcher_of(recipe, run_dir, env)
     process = LauncherProcess(launcher.kind, launcher.command, launcher.job.env, run_dir)
     nodes: set[str] = set()
     lost: dict[str, str] = {}
     try:
         try:
-            watch(process, recipe, run_dir, console, nodes)
+            watch(process, recipe, run_dir, console, nodes, warmup_steps=warmup_steps, steps=steps)
         finally:
             lost = _bring_home(launcher, nodes, console)
     except RanksFailed:
@@ -132,15 +164,22 @@ def secrets_of_ranks(storage: Storage, folder: Path) -> dict[str, str]:
     env = dict(os.environ)
     if storage.credentials is not None:
         env = storage.credentials.added_to(env) | {EMBEDDED_ENDPOINTS: ",".join(storage.endpoints)}
-    if storage.index is not None:
-        path = (folder / INDEX_NAME).resolve()
-        path.write_text(storage.index.dumps())
-        env[INDEX_VARIABLE] = str(path)
+    if storage.checkpoints is not None:
+        env = storage.checkpoints.added_to(env)
+    for index, name, variable in (
+        (storage.index, INDEX_NAME, INDEX_VARIABLE),
+        (storage.validation_index, EVAL_INDEX_NAME, EVAL_INDEX_VARIABLE),
+    ):
+        if index is not None:
+            path = (folder / name).resolve()
+            path.write_text(index.dumps())
+            env[variable] = str(path)
     return env
 
 
-def _data_set(listing: Listing) -> DataSet:
+def _data_set(listing: Listing, role: str) -> DataSet:
     return DataSet(
+        role=role,
         shards=len(listing.shards),
         size_bytes=listing.size_bytes,
         records=listing.num_records,
@@ -180,33 +219,77 @@ def new_run_dir(run_dir: Path) -> Iterator[None]:
 def check_storage(recipe: Recipe, status: Callable[[str], None] = lambda text: None) -> Storage:
     """Finds store, credentials and shards; every endpoint that a rank will use must answer and show the same shards.
 
-    Fewer shards than ranks without a manifest are read through here, and indexed, unless that was done before.
+    Fewer shards than ranks without a manifest are read through here, and indexed, unless that was done before; so is
+    any set without one whose records must be counted.
 
-    Raises InputError or EnvironmentUnfit naming the endpoint, bucket or shard; DataError for a damaged one.
+    Raises InputError or EnvironmentUnfit naming the endpoint, bucket or shard; DataError for a damaged one; RecipeError
+    where epochs and evaluations do not fit the sets.
     """
+    check_command(recipe.cache.storage_flush_command)
     if recipe.input.source == "constant":
+        _check_schedule(recipe, None)
         return Storage(endpoints=[], credentials=None, store=None, listing=None)
     found = _find_storage(recipe)
     assert found.listing is not None  # noqa: S101
     if found.listing.manifest is not None:
-        _check_fits(recipe, found.listing.manifest)
-    if found.listing.manifest is None and len(found.listing.shards) < recipe.launch.ranks:
-        status("indexing the shards: they have no manifest, and ranks must share them")
-        index = _index(recipe, found)
+        _check_fits(recipe, recipe.data.url, found.listing.manifest)
+    counted = recipe.epochs > 0 or bool(recipe.data.eval_url and not recipe.eval.every_steps)
+    if found.listing.manifest is None and (counted or len(found.listing.shards) < recipe.launch.ranks):
+        status("indexing the shards: they have no manifest, and ranks must share them, or records must be counted")
+        index = _index(recipe, recipe.data.url, found, found.listing)
         if index is not None:
             found = replace(found, listing=index.apply(found.listing), index=index)
     assert found.listing is not None  # noqa: S101
+    _check_schedule(recipe, found.listing.num_records)
     check_plan(found.listing.shards, world_size=recipe.launch.ranks, batch_size=recipe.train.batch_size)
-    return found
+    EvalPlan.of(recipe, found.listing.num_records)
+    return _with_validation(recipe, found, status) if recipe.data.eval_url else found
 
 
-def _check_fits(recipe: Recipe, manifest: Manifest) -> None:
+def _check_schedule(recipe: Recipe, num_records: int | None) -> None:
+    """Raises RecipeError before ranks are started, as each of them would."""
+    learning_rate(recipe, total_steps=run_steps(recipe, num_records), num_records=num_records)
+
+
+def _with_validation(recipe: Recipe, storage: Storage, status: Callable[[str], None]) -> Storage:
+    url = recipe.data.eval_url
+    try:
+        listing = _list_everywhere(recipe, url, storage.endpoints, storage.credentials)
+        if listing.manifest is not None:
+            _check_fits(recipe, url, listing.manifest)
+    except DrawbarError as error:
+        hint = error.hint.replace("data.url", "data.eval_url") if error.hint else None
+        raise type(error)(f"validation set (data.eval_url): {error.message}", hint=hint) from error
+    if listing.manifest is not None:
+        trained = storage.listing.manifest if storage.listing else None
+        if trained is not None and trained.labels != listing.manifest.labels:
+            raise InputError(
+                f"{recipe.data.url} and {url} do not number the same classes alike, by their manifests",
+                hint="pack both from folders with the same classes, or with one list of labels",
+            )
+        return replace(storage, validation=listing)
+    status("indexing the validation shards: they have no manifest, and their images must be counted")
+    index = _index(recipe, url, storage, listing)
+    return replace(storage, validation=index.apply(listing) if index else listing, validation_index=index)
+
+
+def _check_fits(recipe: Recipe, url: str, manifest: Manifest) -> None:
     """Says before ranks are started what each record would say in them."""
-    url = recipe.data.url
-    if manifest.record_schema != "imagenet":
+    is_detector = recipe.model.name in DETECTORS
+    if manifest.record_schema == "coco" and not is_detector:
         raise InputError(
             f"{url} holds records for object detection; model {recipe.model.name} needs one label an image",
-            hint="a set of `drawbar data pack imagenet` or `folder`",
+            hint="a set of `drawbar data pack imagenet` or `folder`, or model.name = " + " or ".join(DETECTORS),
+        )
+    if manifest.record_schema != "coco" and is_detector:
+        raise InputError(
+            f"{url} holds images with one label each; model {recipe.model.name} needs objects with boxes",
+            hint="a set of `drawbar data pack coco`",
+        )
+    if recipe.model.name == MASK_RCNN and not manifest.notes.get("masks", True):
+        raise InputError(
+            f"{url} was packed without masks; model {recipe.model.name} needs them",
+            hint="pack the set without --no-masks",
         )
     if manifest.num_classes > recipe.data.num_classes:
         raise InputError(
@@ -216,27 +299,37 @@ def _check_fits(recipe: Recipe, manifest: Manifest) -> None:
 
 
 def _find_storage(recipe: Recipe) -> Storage:
-    settings = recipe.storage
-    url, pattern = split_pattern(recipe.data.url)
-    if not parse_url(url).on_s3:
-        listing = list_place(open_place(url, None, None, settings), url, pattern=pattern)
+    if not parse_url(recipe.data.url).on_s3:
+        listing = _list_everywhere(recipe, recipe.data.url, [], None)
         return Storage(endpoints=[], credentials=None, store=None, listing=listing)
-    store = None
-    if settings.endpoints == "embedded":
-        store = embedded.find(embedded_dir(recipe))
-        endpoints = list(store.endpoints)
-        credentials = Credentials(access_key_id=store.access_key_id, secret_access_key=store.secret_access_key)
-    else:
-        named = settings.endpoints
-        endpoints = [environment_endpoint()] if isinstance(named, str) else list(named)
-        credentials = Credentials.from_environment()
+    endpoints, credentials, store = addresses_and_keys(recipe)
+    listing = _list_everywhere(recipe, recipe.data.url, endpoints, credentials)
+    return Storage(endpoints=endpoints, credentials=credentials, store=store, listing=listing)
+
+
+def _list_everywhere(recipe: Recipe, url: str, endpoints: list[str], credentials: Credentials | None) -> Listing:
+    """What lies under `url`, the same through every endpoint that a rank will use; without endpoints, as it is."""
+    settings = recipe.storage
+    if not endpoints:
+        return list_at(recipe, url, None, None)
     used = endpoints[: recipe.launch.ranks] if settings.policy == "rank" else endpoints
-    listings = [list_at(recipe, endpoint, credentials) for endpoint in used]
+    listings = [list_at(recipe, url, endpoint, credentials) for endpoint in used]
     for endpoint, listing in zip(used, listings, strict=True):
         if listing.sha256 != listings[0].sha256:
             raise EnvironmentUnfit(f"endpoints show different data: {endpoints[0]} and {endpoint} under {url}")
         _check_versions(settings, listings[0], listing, f"{endpoints[0]} and {endpoint}")
-    return Storage(endpoints=endpoints, credentials=credentials, store=store, listing=listings[0])
+    return listings[0]
+
+
+def addresses_and_keys(recipe: Recipe) -> tuple[list[str], Credentials, embedded.EmbeddedStore | None]:
+    """The endpoints that the recipe names, the keys that go with them, and the store where it is ours."""
+    named = recipe.storage.endpoints
+    if named == "embedded":
+        store = embedded.find(embedded_dir(recipe))
+        keys = Credentials(access_key_id=store.access_key_id, secret_access_key=store.secret_access_key)
+        return list(store.endpoints), keys, store
+    endpoints = [environment_endpoint()] if isinstance(named, str) else list(named)
+    return endpoints, Credentials.from_environment(), None
 
 
 def _check_versions(settings: StorageSettings, first: Listing, other: Listing, where: str) -> None:
@@ -248,19 +341,18 @@ def _check_versions(settings: StorageSettings, first: Listing, other: Listing, w
             )
 
 
-def _index(recipe: Recipe, storage: Storage) -> ShardIndex | None:
+def _index(recipe: Recipe, url: str, storage: Storage, listing: Listing) -> ShardIndex | None:
     """Of the shards of a set without a manifest; None where one is compressed."""
-    assert storage.listing is not None  # noqa: S101
-    url, _ = split_pattern(recipe.data.url)
+    folder, _ = split_pattern(url)
     endpoint = storage.endpoints[0] if storage.endpoints else None
-    place = open_place(url, endpoint, storage.credentials, recipe.storage)
+    place = open_place(folder, endpoint, storage.credentials, recipe.storage)
     reader = CountedReader(place, recipe.storage, _uncounted)
     return find_or_scan(
-        recipe.data.url,
-        storage.listing,
+        url,
+        listing,
         reader.get,
         window_bytes=_FILE_WINDOW_BYTES
-        if parse_url(url).is_folder
+        if parse_url(folder).is_folder
         else recipe.storage.request_bytes or _SCAN_REQUEST_BYTES,
         threads=recipe.storage.read_ahead or _SCAN_THREADS,
     )
@@ -275,38 +367,13 @@ def reserve(storage: Storage) -> AbstractContextManager[None]:
     return embedded.reserved(storage.store.directory) if storage.store else nullcontext()
 
 
-def list_at(recipe: Recipe, endpoint: str, credentials: Credentials) -> Listing:
-    url, pattern = split_pattern(recipe.data.url)
-    return list_place(open_place(url, endpoint, credentials, recipe.storage), url, pattern=pattern)
+def list_at(recipe: Recipe, url: str, endpoint: str | None, credentials: Credentials | None) -> Listing:
+    folder, pattern = split_pattern(url)
+    return list_place(open_place(folder, endpoint, credentials, recipe.storage), folder, pattern=pattern)
 
 
 def embedded_dir(recipe: Recipe) -> Path:
     return Path(recipe.storage.embedded_dir) if recipe.storage.embedded_dir else embedded.DEFAULT_DIRECTORY
-
-
-def make_cold(recipe: Recipe, storage: Storage, journal: JournalWriter) -> Storage:
-    """Flushes what can be flushed and writes down what was done; returns the storage, restarted where it was ours."""
-    wanted = recipe.cache.start
-    read_before = storage.index.read_bytes if storage.index else 0
-    scanned = f"the launcher read {read_before / 1e6:.1f} MB of the shards before, to index them" if read_before else ""
-
-    def write(method: str, resident_fraction: float | None = None, note: str = "") -> None:
-        notes = "; ".join(text for text in (note, scanned) if text)
-        journal.write(Cache(wanted=wanted, method=method, resident_fraction=resident_fraction, note=notes))
-
-    if wanted == "any" or storage.listing is None:
-        write("left as it was")
-    elif storage.store is not None:
-        store, cold = embedded.restart_cold(storage.store.directory)
-        write(cold.method, cold.resident_fraction, cold.note)
-        return replace(storage, store=store)
-    elif not parse_url(recipe.data.url).is_folder:
-        write("nothing flushed", note="server cache unknown: this store is not ours to flush")
-    else:
-        folder = parse_url(split_pattern(recipe.data.url)[0]).folder
-        files = [folder / shard.key for shard in storage.listing.shards]
-        write(page_cache.flush(files), page_cache.resident_fraction(files), page_cache.doubt(folder))
-    return storage
 
 
 def write_witnesses(store: embedded.EmbeddedStore | None, when: str, journal: JournalWriter) -> None:

@@ -13,7 +13,7 @@ import psutil
 
 from drawbar.config import Recipe
 from drawbar.errors import EnvironmentUnfit, RunFailed
-from drawbar.journal import Clock, Error, Host, RunEnd, RunStart, Step
+from drawbar.journal import Clock, Error, Evaluation, Host, RunEnd, RunStart, Step
 from drawbar.launch.process import LauncherProcess
 from drawbar.launch.tail import JournalTail
 from drawbar.report.terminal import StepPrinter
@@ -34,17 +34,25 @@ class Console(Protocol):
         """What is going on now; replaces the last one where it can (stderr)."""
 
 
-def watch(process: LauncherProcess, recipe: Recipe, run_dir: Path, console: Console, nodes: set[str]) -> None:
+def watch(
+    process: LauncherProcess,
+    recipe: Recipe,
+    run_dir: Path,
+    console: Console,
+    nodes: set[str],
+    *,
+    warmup_steps: int,
+    steps: int,
+) -> None:
     """Shows progress until the ranks are done; `nodes` gets the names of the hosts that were heard of.
 
     Raises RunFailed or Interrupted once all ranks on this host are gone.
     """
-    train = recipe.train
     printer = StepPrinter(
         world_size=recipe.launch.ranks,
-        warmup_steps=train.warmup_steps,
-        steps=train.steps,
-        display_every=train.display_every,
+        warmup_steps=warmup_steps,
+        steps=steps,
+        display_every=recipe.train.display_every,
     )
     tail = JournalTail(run_dir)
     stall = StallWatch(recipe.launch.ranks, recipe.launch.stall_timeout_s)
@@ -68,7 +76,7 @@ def watch(process: LauncherProcess, recipe: Recipe, run_dir: Path, console: Cons
                 stall.note(rank, event)
                 for line in printer.feed(rank, event):
                     console.line(line)
-                if isinstance(event, Clock | Step):
+                if isinstance(event, Clock | Step | Evaluation):
                     console.status(printer.progress())
             stall.check()
     except BaseException:

@@ -19,18 +19,17 @@ import torch
 
 from drawbar.config import Recipe
 from drawbar.input.batch import Batch, Record
-from drawbar.input.decode import DecodePool
 from drawbar.input.device import device_of_rank
 from drawbar.input.fetch import Fetcher
 from drawbar.input.reading import Reading
 from drawbar.input.records import RecordReader
-from drawbar.input.sample import SampleMaker
 from drawbar.input.sources import in_turn, open_sources
 from drawbar.journal import Event
 from drawbar.launch.environment import decode_threads, threads_per_rank
 from drawbar.launch.feed import ConstantFeed, DataFeed, open_feed
+from drawbar.train.build import make_objective
+from drawbar.train.loop import STEPS_IN_FLIGHT
 from drawbar.train.precision import choose_precision
-from drawbar.train.step import TrainStep
 from drawbar.world import World
 
 _DECODE_RECORDS = 256
@@ -91,8 +90,7 @@ def read(rank: Rank) -> Measure:
     feed = rank.feed()
 
     def bodies(fetcher: Fetcher) -> Iterator[tuple[int | None, int]]:
-        while True:
-            group = fetcher.next_group()
+        while (group := fetcher.next_group()) is not None:
             open_sources = deque(fetcher.bodies(source) for source in group)
             while open_sources:
                 body = next(open_sources[0], None)
@@ -142,12 +140,10 @@ def decode(rank: Rank) -> Measure:
     fetcher.close()
 
     def measure(seconds: float) -> Passed:
+        samples = feed.samples
         settings = rank.recipe.input
-        pool = DecodePool(
-            rank.decode_threads, SampleMaker(settings), num_classes=rank.recipe.data.num_classes, seed=settings.seed
-        )
-        side = rank.recipe.input.image_size
-        buffers = itertools.cycle([np.empty((size, side, side, 3), np.uint8) for _ in range(4)])
+        pool = feed.pool(rank.decode_threads, samples, seed=settings.seed, on_bad=settings.on_bad)
+        buffers = itertools.cycle([np.empty(samples.buffer_shape(size), np.uint8) for _ in range(4)])
         source: Iterator[Record] = itertools.cycle(records)
         ahead: deque[Batch] = deque()
         images = num_bytes = 0
@@ -155,7 +151,8 @@ def decode(rank: Rank) -> Measure:
         while not clock.is_over():
             while len(ahead) < 3:
                 taken = list(itertools.islice(source, size))
-                batch = Batch(images=next(buffers), labels=np.empty(size, np.int64), records=taken, epoch=0)
+                images_of = samples.pixels(next(buffers), taken)
+                batch = Batch(images=images_of, labels=np.empty(size, np.int64), records=taken, epoch=0)
                 pool.submit(batch)
                 ahead.append(batch)
             done = ahead.popleft()
@@ -189,27 +186,27 @@ def batch(rank: Rank) -> Measure:
 
 
 def copy(rank: Rank) -> Measure:
-    """One made-up batch to the device again and again, and normalised there. No input, no model."""
-    pixels = ConstantFeed(rank.recipe).next_batch()
-    dtype = choose_precision(rank.recipe.model.precision, rank.device)
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    step = TrainStep(
-        torch.nn.Identity(),
-        torch.optim.SGD([parameter]),
-        device=rank.device,
-        dtype=dtype,
-        channels_last=rank.recipe.model.channels_last,
-    )
+    """One made-up batch to the device again and again, and normalised there. No input, no model.
+
+    On a GPU from pinned memory on the copy's own stream, as many in flight as training has.
+    """
+    pixels = ConstantFeed(rank.recipe, rank.device).next_batch()
+    dtype = choose_precision(rank.recipe.model.precision, rank.device).dtype
+    objective = make_objective(rank.recipe, rank.device, dtype)
 
     def measure(seconds: float) -> Passed:
         copied = 0
+        normalised: deque[torch.cuda.Event] = deque()
         clock = _Clock(seconds)
         while not clock.is_over():
-            step.to_device(pixels.pixels, pixels.labels)
+            objective.to_device(pixels)
             if rank.device.type == "cuda":
-                torch.cuda.synchronize()  # the copy is what is measured, not its launch
+                normalised.append(torch.cuda.current_stream(rank.device).record_event())
+                if len(normalised) <= STEPS_IN_FLIGHT:
+                    continue
+                normalised.popleft().synchronize()  # the copy is what is measured, not its launch
             copied += 1
-        return clock.passed(copied * len(pixels.labels), copied * pixels.pixels.numel(), torch.get_num_threads())
+        return clock.passed(copied * pixels.samples, copied * pixels.pixels.numel(), torch.get_num_threads())
 
     return measure
 

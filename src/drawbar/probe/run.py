@@ -18,6 +18,7 @@ from drawbar.config import Recipe
 from drawbar.errors import DrawbarError, EnvironmentUnfit, InputError, RunFailed
 from drawbar.launch.environment import rank_environment
 from drawbar.launch.run import check_storage, reserve, secrets_of_ranks
+from drawbar.plural import plural
 from drawbar.probe.names import StageName
 
 _START_S = 120.0
@@ -206,5 +207,5 @@ def to_text(recipe: Recipe, rates: list[StageRate]) -> str:
         ]
         for rate in rates
     ]
-    title = f"Each stage alone on {words.plural(recipe.launch.ranks, 'rank')}; the page cache was left as it was"
+    title = f"Each stage alone on {plural(recipe.launch.ranks, 'rank')}; the page cache was left as it was"
     return "\n".join([title, *table(header, rows, (0, 5))])

@@ -26,11 +26,21 @@ from drawbar.analyze.facts import Facts, load_facts
 from drawbar.analyze.result import finite, result_of, write_whole
 from drawbar.analyze.schema import Result
 from drawbar.report import words
+from drawbar.report.input_figures import queues_figure
 from drawbar.report.plot import Figure
-from drawbar.report.step_figures import data_wait_figure, shares_figure, step_time_figure, throughput_figure
+from drawbar.report.quality_figures import accuracy_figure, loss_over_time_figure
+from drawbar.report.step_figures import (
+    data_wait_figure,
+    loss_figure,
+    shares_figure,
+    step_time_figure,
+    throughput_figure,
+)
 from drawbar.report.store_figures import bytes_figure, hosts_figure
 
 PAGE_NAME = "report.html"
+MAX_METRICS = 4
+"""Of one evaluation, drawn."""
 
 # Eight hues that stay apart for most colour-blind readers, in an order that keeps neighbours apart.
 LIGHT = ("#2a78d6", "#d9591f", "#16946a", "#b87c00", "#cc4f86", "#2c7a12", "#4a3aa7", "#cf3736")
@@ -60,7 +70,8 @@ def page(facts: Facts, result: Result) -> str:
         scripts=scripts,
         policy=content_policy(scripts),
         style=Markup(read_template("page.css")),
-        colors=Markup(color_rules(len(facts.run.ranks), len(facts.run.hosts))),
+        # Metrics take ranks' colours: there must be some even where there is one rank.
+        colors=Markup(color_rules(max(len(facts.run.ranks), MAX_METRICS), len(facts.run.hosts))),
         environment=environment_table(result),
         run_dir=shlex.quote(facts.run.path.name or "."),
         words=words,
@@ -71,11 +82,15 @@ def page(facts: Facts, result: Result) -> str:
 def figures(facts: Facts, result: Result) -> dict[str, Figure]:
     """By id; a figure that has nothing to show is left out."""
     made = [
+        accuracy_figure(facts),
+        loss_over_time_figure(facts),
         throughput_figure(facts, result),
         shares_figure(result),
         step_time_figure(facts, result),
         data_wait_figure(facts),
+        loss_figure(facts),
         bytes_figure(result),
+        queues_figure(facts),
         hosts_figure(facts),
     ]
     return {figure.id: figure for figure in made if figure is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from drawbar.analyze.facts import Facts
 from drawbar.analyze.schema import Result, StepShares
 from drawbar.analyze.throughput import global_steps
 from drawbar.analyze.timeline import Floats, Ints, RankTimeline
+from drawbar.plural import plural
 from drawbar.report import words
 from drawbar.report.plot import MAX_POINTS, Figure, Tree, area, axis, buckets, label, layout, numbers, rank_color
 
@@ -141,7 +143,8 @@ def rank_trace(rank: RankTimeline, index: int, zero_t: float) -> Tree:
 SHARE_NAMES: dict[str, str] = {
     "data_wait": "data wait",
     "copy": "copy",
-    "compute": "compute, exchange",
+    "compute": "compute",
+    "exchange": "exchange",
     "optimizer": "optimizer",
     "other": "other",
 }
@@ -170,8 +173,8 @@ def shares_figure(result: Result) -> Figure | None:
     return Figure(
         id="shares",
         title="Where the step time goes",
-        caption="Share of each rank's measured step time; compute is forward and backward. Waiting for slower ranks "
-        "happens inside the exchange. On a GPU the copy and the optimizer are part of the compute share.",
+        caption="Share of each rank's measured step time; compute is forward and backward, exchange the part of "
+        "averaging the gradients that neither hides. Waiting for slower ranks is in it.",
         alt=f"Stacked bars per rank. Data wait {words.percent(result['data_wait_fraction'], 1)} on average, most on "
         f"rank {result['worst_rank']} with {words.percent(result['worst_rank_data_wait_fraction'], 1)}.",
         height_px=140 + 24 * len(rows),
@@ -190,6 +193,52 @@ def shares_figure(result: Result) -> Figure | None:
             },
         ),
     )
+
+
+def loss_figure(facts: Facts) -> Figure | None:
+    """Of every step, warm-up included; None where no rank fetched a loss."""
+    both = [global_steps([getattr(rank, part) for rank in facts.run.ranks], 0.0) for part in ("warmup", "measured")]
+    found = [steps for steps in both if steps is not None]
+    losses = np.array([math.nan if loss is None else loss for steps in found for loss in steps.loss])
+    if not np.isfinite(losses).any():
+        return None
+    numbered = np.concatenate([steps.step for steps in found])
+    first = facts.run.ranks[0]
+    rates = np.concatenate([first.warmup.learning_rate, first.measured.learning_rate])
+    rate_steps = np.concatenate([first.warmup.step, first.measured.step])
+    last = f"{losses[np.isfinite(losses)][-1]:.4g}"
+    return Figure(
+        id="loss",
+        title="Loss and learning rate",
+        caption="Above: loss of each step, mean over the ranks. Below: learning rate of its update.",
+        alt=f"Line charts of loss and learning rate by step. The last loss is {last}.",
+        height_px=380,
+        data=[
+            curve("loss", numbered, losses, "y", "var(--ink)"),
+            curve("learning rate", rate_steps, rates, "y2", "var(--stage-compute)"),
+        ],
+        layout=layout(
+            xaxis=axis("step, warm-up included", anchor="y2", zeroline=False),
+            yaxis=axis("loss", domain=[0.48, 1]),
+            yaxis2=axis("learning rate", domain=[0, 0.36], rangemode="tozero"),
+            showlegend=False,
+        ),
+    )
+
+
+def curve(name: str, steps: Ints, values: Floats, yaxis: str, color: str) -> Tree:
+    """A line with at most `MAX_POINTS` points, each the mean of neighbouring steps."""
+    groups = buckets(len(steps))
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": name,
+        "yaxis": yaxis,
+        "x": [int(steps[rows[-1]]) for rows in groups],
+        "y": numbers(np.array([values[rows].mean() for rows in groups])),
+        "line": {"color": color, "width": 1.5},
+        "hovertemplate": f"step %{{x}}: {name} %{{y:.4g}}<extra></extra>",
+    }
 
 
 def step_time_figure(facts: Facts, result: Result) -> Figure | None:
@@ -223,7 +272,7 @@ def histogram(figure_id: str, title: str, x_title: str, seconds: Floats, text: s
     counts, edges = np.histogram(np.minimum(milliseconds, high), bins=bins, range=(low, high))
     beyond = int((milliseconds > high).sum())
     if beyond:
-        text += f" The last bar gathers the {words.plural(beyond, 'step')} beyond {high:,.3g} ms."
+        text += f" The last bar gathers the {plural(beyond, 'step')} beyond {high:,.3g} ms."
     return Figure(
         id=figure_id,
         title=title,

@@ -12,6 +12,7 @@ from drawbar.analyze.facts import Facts
 from drawbar.analyze.hosts import CPU_STATES, MB, column, nic_counter
 from drawbar.analyze.schema import Result
 from drawbar.analyze.timeline import Floats, HostTimeline
+from drawbar.plural import plural
 from drawbar.report import words
 from drawbar.report.plot import MAX_POINTS, Figure, area, axis, label, layout, numbers
 
@@ -36,7 +37,7 @@ def bytes_figure(result: Result) -> Figure | None:
         caption="Bodies received by all ranks, metadata and failed tries included"
         + (", beside the gateway's own count." if len(known) > 1 else "; the server gave no count of its own."),
         alt=f"Bars per endpoint: {words.megabytes(result['read_bytes'])} MB received in all from "
-        f"{words.plural(len(endpoints), 'endpoint')}.",
+        f"{plural(len(endpoints), 'endpoint')}.",
         height_px=110 + (18 + 16 * len(known)) * len(endpoints),
         data=[
             {

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from drawbar.analyze.facts import Facts
+from drawbar.analyze.repeats import SeriesResult
 from drawbar.analyze.schema import RankResult, Result
 from drawbar.analyze.throughput import GlobalSteps, Rate, rate_of
-from drawbar.journal import Clock, Event, Step
+from drawbar.journal import Clock, Evaluation, Event, Step
+from drawbar.plural import plural
 from drawbar.report import words
 
 WIDTH = 80
 RULE = "-" * 64
 MAX_RANK_ROWS = 32
+MAX_EVALUATION_ROWS = 24
 STEP_HEADER = "Step\tImg/sec\ttotal_loss"
 
 
@@ -26,6 +30,15 @@ def step_line(step: int, rate: Rate, loss: float | None) -> str:
     """One progress line in tf_cnn_benchmarks' form; `step` counts measured steps from 1."""
     loss_text = "-" if loss is None else f"{loss:.3f}"
     return f"{step}\timages/sec: {rate.mean:.1f} +/- {rate.stderr:.1f} (jitter = {rate.jitter:.1f})\t{loss_text}"
+
+
+def evaluation_line(event: Evaluation) -> str:
+    """An evaluation, when it ends."""
+    took_s = event.end_t - event.start_t
+    return (
+        f"evaluation after step {event.step + 1} (epoch {event.epoch}): {words.metrics(event.metrics)}; "
+        f"{event.all_images:,} images in {took_s:.1f} s"
+    )
 
 
 def is_shown(step: int, display_every: int) -> bool:
@@ -69,11 +82,16 @@ class StepPrinter:
         self._step_s = 0.0
         self._warmup_done = 0
         self._header_due = True
+        self._evaluated: Counter[int] = Counter()
 
     def feed(self, rank: int, event: Event) -> list[str]:
         """Takes one event of `rank`; returns the lines that became complete, the header before the first."""
         if isinstance(event, Clock) and event.when == "start":
             self._offset_s[rank] = event.offset_s
+        if isinstance(event, Evaluation):
+            # Alike on all ranks; the last to tell has told of all steps before it.
+            self._evaluated[event.step] += 1
+            return [evaluation_line(event)] if self._evaluated[event.step] == self._world_size else []
         if not isinstance(event, Step):
             return []
         reported = self._waiting.setdefault(event.step, {})
@@ -93,7 +111,7 @@ class StepPrinter:
         offset_s = {rank: self._offset_s.get(rank, 0.0) for rank in reported}
         end_t = max(step.end_t + offset_s[rank] for rank, step in reported.items())
         start_t = self._previous_end_t
-        if start_t is None:
+        if start_t is None or any(step.after_pause for step in reported.values()):
             start_t = max(step.start_t + offset_s[rank] for rank, step in reported.items())
         self._previous_end_t = end_t
         self._durations_s.append(end_t - start_t)
@@ -161,9 +179,11 @@ def summary_text(result: Result) -> str:
     """The total, tables, cache, byte balance, validity, and what the number means. Without the step lines."""
     blocks = [
         _total_block(result) if result["status"] == "ok" else _failure_block(result),
+        _quality_block(result),
         _rank_table(result),
         _endpoint_table(result),
         _stage_table(result),
+        _bad_records_block(result),
         _facts_block(result),
         _validity_block(result),
         _wrapped(words.meaning_sentence(result)),
@@ -182,7 +202,8 @@ def _wrapped(text: str) -> list[str]:
 
 def _total_block(result: Result) -> list[str]:
     total = result["images_per_s"]["total"]
-    return [RULE, f"total images/sec: {'-' if total is None else f'{total:.2f}'}", RULE]
+    lines = [RULE, f"total images/sec: {'-' if total is None else f'{total:.2f}'}", RULE]
+    return [*lines, *(_wrapped(words.model_sentence(result)) if words.is_emulated(result) else [])]
 
 
 def _failure_block(result: Result) -> list[str]:
@@ -212,6 +233,61 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[i
     return ["  ".join(cell(text, i) for i, text in enumerate(row)).rstrip() for row in cells]
 
 
+def _quality_block(result: Result) -> list[str]:
+    quality = result["quality"]
+    if quality is None:
+        return []
+    shown = quality["evaluations"][-MAX_EVALUATION_ROWS:]
+    names = list(dict.fromkeys(name for item in shown for name in item["metrics"]))
+    rows = [
+        [
+            f"{item['end_s']:,.1f}",
+            f"{item['step']:,}",
+            words.number(item["epochs"], 2),
+            *(f"{item['metrics'][name]:.4f}" if name in item["metrics"] else words.UNKNOWN for name in names),
+            f"{item['images']:,}",
+            f"{item['end_s'] - item['start_s']:.2f}",
+            "yes" if item["met"] else "",
+        ]
+        for item in shown
+    ]
+    header = ["at s", "steps", "epochs", *names, "images", "took s", "target"]
+    more = len(quality["evaluations"]) - len(shown)
+    return [
+        *_wrapped(words.quality_sentence(quality)),
+        *_wrapped(words.split_sentence(quality)),
+        *(["", *table(header, rows, (len(header) - 1,))] if rows else []),
+        *([f"… and {plural(more, 'evaluation')} before; result.json has all"] if more else []),
+    ]
+
+
+def series_text(series: SeriesResult) -> str:
+    """The runs of one series, and what they come to."""
+    rows = [
+        [
+            run["run"],
+            str(run["seed"]),
+            words.UNKNOWN if run["time_to_quality_s"] is None else f"{run['time_to_quality_s']:,.1f}",
+            words.number(run["epochs"], 2),
+            words.number(run["train_images_per_s"]),
+            words.percent(run["evaluation_share"], 1),
+            run["grade"],
+            run["counted"] if run["reached"] else f"{run['counted']}, not met",
+        ]
+        for run in series["runs"]
+    ]
+    header = ["run", "seed", "seconds", "epochs", "images/s", "evaluation", "validity", "counted"]
+    lines = [
+        f"Time to quality ({words.target(series['target'])}), {plural(len(rows), 'run')}",
+        *table(header, rows, (0, 6, 7)),
+        RULE,
+        words.series_sentence(series),
+        RULE,
+        *(f"- {reason}" for reason in series["reasons"]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def _rank_table(result: Result) -> list[str]:
     if not result["ranks"]:
         return []
@@ -225,7 +301,7 @@ def _rank_table(result: Result) -> list[str]:
         *table(header, [_rank_row(rank) for rank in shown], (1, 9)),
     ]
     if len(shown) < len(ranks):
-        lines.append(f"… and {len(ranks) - len(shown)} ranks that waited less; result.json has all")
+        lines.append(f"… and {plural(len(ranks) - len(shown), 'rank')} that waited less; result.json has all")
     return lines
 
 
@@ -288,14 +364,29 @@ def _stage_table(result: Result) -> list[str]:
     return ["Input (share of each stage's time; how full the queue behind it is)", *table(header, rows, (0,))]
 
 
+def _bad_records_block(result: Result) -> list[str]:
+    first, *rest = words.bad_records(result) or [""]
+    if not first:
+        return []
+    return [
+        f"Bad records: {first}",
+        *(line for text in rest for line in textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ")),
+    ]
+
+
 def _facts_block(result: Result) -> list[str]:
     lines = [
         f"data wait: {words.percent(result['data_wait_fraction'], 1)} of the step time, "
         f"AU {words.percent(result['au'], 1)}; bottleneck {result['verdict']['stage']} (no ceilings measured)",
+        *([f"model: {model}"] if (model := words.model_sentence(result)) and not words.is_emulated(result) else []),
         f"data set: {words.data_set_sentence(result) or 'none, a constant batch'}",
         f"cache: {words.cache_sentence(result)}",
         f"bytes: {words.balance_sentence(result)}",
         *([f"reading: {reading}"] if (reading := words.reading_sentence(result)) else []),
+        *([f"summaries: {written}"] if (written := words.summaries_sentence(result)) else []),
+        *([f"weights: {weights}"] if (weights := words.weights_sentence(result)) else []),
+        *([resumed] if (resumed := words.resumed_sentence(result)) else []),
+        *([written] if (written := words.checkpoints_sentence(result)) else []),
     ]
     return [line for text in lines for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ")]
 

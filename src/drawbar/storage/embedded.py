@@ -36,6 +36,7 @@ import obstore
 from obstore.store import S3Store
 
 from drawbar.errors import EnvironmentUnfit, InputError
+from drawbar.plural import plural
 from drawbar.storage import page_cache, seaweed
 from drawbar.storage.hold import hold
 
@@ -322,7 +323,7 @@ def _check_same(state: _State, num_endpoints: int, ports: Sequence[int] | None) 
     running = [process.main_port for process in state.gateways]
     if len(running) != num_endpoints:
         raise InputError(
-            f"the store in {state.folder} has {len(running)} endpoints, asked for: {num_endpoints}",
+            f"the store in {state.folder} has {plural(len(running), 'endpoint')}, asked for: {num_endpoints}",
             hint="drawbar s3 down, then up with the other number; its data is kept",
         )
     if ports is not None and list(ports) != running:

@@ -32,11 +32,6 @@ def backoff_s(attempt: int, first_s: float = _FIRST_PAUSE_S, last_s: float = _LA
     return random.uniform(0.5, 1.0) * min(last_s, first_s * 2.0 ** min(attempt, 30))
 
 
-def home_of(endpoints: Sequence[str], rank: int) -> str:
-    """The ECS study's rule: rank modulo the number of endpoints."""
-    return endpoints[rank % len(endpoints)]
-
-
 class NoEndpoint(Exception):
     """None was free in time; or nobody waits any more, as the run ends."""
 

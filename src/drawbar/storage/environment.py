@@ -121,10 +121,10 @@ def _with_scheme(address: str, environ: Mapping[str, str]) -> str:
     """TensorFlow's has none: S3_USE_HTTPS says which."""
     if "://" in address:
         return address
-    return f"{'https' if _is_on(environ, 'S3_USE_HTTPS') else 'http'}://{address}"
+    return f"{'https' if is_on(environ, 'S3_USE_HTTPS') else 'http'}://{address}"
 
 
-def _is_on(environ: Mapping[str, str], name: str) -> bool:
+def is_on(environ: Mapping[str, str], name: str) -> bool:
     """As TensorFlow reads them: on, unless the value begins with 0."""
     return not environ.get(name, "").startswith("0")
 
@@ -148,7 +148,7 @@ class Connection:
         return cls(
             connect_timeout_s=connect_s or DEFAULT_CONNECT_TIMEOUT_S,
             timeout_s=timeout_s or DEFAULT_TIMEOUT_S,
-            verify_tls=_is_on(environ, "S3_VERIFY_SSL"),
+            verify_tls=is_on(environ, "S3_VERIFY_SSL"),
             ca_files=tuple(environ[name] for name in ("AWS_CA_BUNDLE", "S3_CA_FILE") if environ.get(name)),
         )
 

@@ -12,15 +12,18 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
 
 from drawbar.errors import EnvironmentUnfit, InputError
+from drawbar.plural import plural
 
 _WINDOW_BYTES = 1 << 30
 """Mapped at a time. A multiple of every page size; mincore's answer is one byte a page, so 256 KiB for 4 KiB pages."""
+_SYNC_S = 120.0
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -49,7 +52,7 @@ def flush(paths: Iterable[Path], *, whole_host: bool = False) -> str:
         finally:
             os.close(fd)
         num_files += 1
-    words = f"fsync and posix_fadvise(DONTNEED) on {num_files} files, {num_bytes / 1e6:.1f} MB"
+    words = f"fsync and posix_fadvise(DONTNEED) on {plural(num_files, 'file')}, {num_bytes / 1e6:.1f} MB"
     return f"{words}; {_drop_caches()}" if whole_host else words
 
 
@@ -122,12 +125,17 @@ def _mincore(fd: int, offset: int, length: int) -> bytes:
 def _drop_caches() -> str:
     if os.geteuid() != 0:
         return "the host's other pages left alone: drop_caches needs root"
-    os.sync()
+    # Nothing can end a sync that hangs, on a network file system say: it is left behind.
+    syncing = threading.Thread(target=os.sync, name="sync", daemon=True)
+    syncing.start()
+    syncing.join(_SYNC_S)
+    if syncing.is_alive():
+        return f"the host's other pages left alone: sync took longer than {_SYNC_S:g} s"
     try:
         _DROP_CACHES.write_text("3\n")
     except OSError as error:
         return f"the host's other pages left alone: {_DROP_CACHES}: {error.strerror}"
-    return "drop_caches on the whole host"
+    return "sync and drop_caches on the whole host"
 
 
 def doubt(folder: Path) -> str:

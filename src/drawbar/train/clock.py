@@ -1,14 +1,31 @@
-"""When steps start and end, on the host's monotonic clock, for a CPU and for a GPU whose work runs behind the host."""
+"""Points in time within a step, on the host's monotonic clock, for a CPU and for a GPU whose work runs behind the host.
+
+A mark is taken where the work stands in the program; what time that was is asked later (`resolve`), when a GPU has got
+there.
+"""
 
 from __future__ import annotations
 
 import time
+from typing import Any, Protocol
 
 import torch
 
 
+class StepClock(Protocol):
+    runs_behind: bool
+    """Whether work that was asked for may still be to do when the call returns."""
+
+    def mark(self) -> Any: ...
+
+    def resolve(self, mark: Any) -> float:
+        """Seconds on `time.perf_counter`'s clock."""
+
+
 class HostClock:
     """On a CPU a step is over when the call returns."""
+
+    runs_behind = False
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -19,6 +36,8 @@ class HostClock:
 
 class CudaClock:
     """Device time of a point in the stream, as host time: an event against an anchor taken while both stood still."""
+
+    runs_behind = True
 
     def __init__(self) -> None:
         torch.cuda.synchronize()

@@ -10,21 +10,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
 from drawbar.errors import RunFailed
-from drawbar.journal import JournalWriter
+from drawbar.journal import Event
 from drawbar.journal import Step as StepEvent
 from drawbar.train.batch import HostBatch
-from drawbar.train.clock import CudaClock, HostClock
-from drawbar.train.step import Spans, Step
+from drawbar.train.clock import StepClock
+from drawbar.train.step import Step, Trained
 
-_STEPS_IN_FLIGHT = 2
+STEPS_IN_FLIGHT = 2
 """How far the host may run ahead of a GPU: enough to hide the launch, little enough to notice trouble at once."""
 
 
 class Batches(Protocol):
     def __call__(self) -> HostBatch: ...
+
+
+class Journal(Protocol):
+    def write(self, event: Event) -> None: ...
 
 
 class Between(Protocol):
@@ -45,6 +47,8 @@ class Pause:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopSettings:
+    first_step: int = 0
+    """Its number: the steps that were done before, where training was resumed."""
     warmup_steps: int
     steps: int
     rank: int
@@ -55,14 +59,14 @@ class LoopSettings:
 def train(
     next_batch: Batches,
     step: Step,
-    clock: HostClock | CudaClock,
-    journal: JournalWriter,
+    clock: StepClock,
+    journal: Journal,
     settings: LoopSettings,
     on_step: Callable[[int], None],
     between: Sequence[Between] = (),
 ) -> None:
-    """Runs `warmup_steps + steps` steps, or until one of `between` says stop, and journals each. `on_step` is told the
-    number of the step that begins.
+    """Runs `warmup_steps + steps` steps, from `first_step` on, or until one of `between` says stop, and journals each.
+    `on_step` is told the number of the step that begins.
 
     Raises whatever the input raises, and RunFailed when the loss is no longer a number.
     """
@@ -71,37 +75,38 @@ def train(
     last_epoch = -1
     tags: list[str] = []
     previous = clock.mark()
-    for number in range(settings.warmup_steps + settings.steps):
+    first_measured = settings.first_step + settings.warmup_steps
+    for number in range(settings.first_step, first_measured + settings.steps):
         on_step(number)
         wait_start = time.perf_counter()
         batch = next_batch()
         data_wait_s = time.perf_counter() - wait_start
-        loss, spans = step.run(batch)
+        trained = step.run(batch)
         if settings.slow_step_s:
             time.sleep(settings.slow_step_s)
         mark = clock.mark()
-        tags += collections.tags() + (["epoch_start"] if batch.epoch != last_epoch else [])
+        tags += [*collections.tags(), *trained.tags] + (["epoch_start"] if batch.epoch != last_epoch else [])
         last_epoch = batch.epoch
         pending.append(
             _Pending(
                 number=number,
-                warmup=number < settings.warmup_steps,
+                warmup=number < first_measured,
                 start=previous,
                 end=mark,
                 data_wait_s=data_wait_s,
-                spans=spans,
-                loss=loss,
+                trained=trained,
                 batch=batch,
                 tags=tags,
             )
         )
         previous = mark
         # On a CPU the step is over; a GPU is allowed to run behind, and its buffers stay in use until it caught up.
-        while len(pending) > (_STEPS_IN_FLIGHT if isinstance(clock, CudaClock) else 0):
+        while len(pending) > (STEPS_IN_FLIGHT if clock.runs_behind else 0):
             _finish(pending.popleft(), clock, journal, settings.rank)
         pauses = [pause for each in between if (pause := each.after(number)) is not None]
         tags = [pause.tag for pause in pauses]
         if pauses:
+            # Measuring goes on here: what was done in between is no step's time.
             previous = clock.mark()
         if any(pause.stop for pause in pauses):
             break
@@ -116,40 +121,40 @@ class _Pending:
     start: Any
     end: Any
     data_wait_s: float
-    spans: Spans
-    loss: torch.Tensor
+    trained: Trained
     batch: HostBatch
     tags: list[str]
 
 
-def _finish(step: _Pending, clock: HostClock | CudaClock, journal: JournalWriter, rank: int) -> None:
+def _finish(step: _Pending, clock: StepClock, journal: Journal, rank: int) -> None:
+    trained, marks = step.trained, step.trained.marks
     start_t, end_t = clock.resolve(step.start), clock.resolve(step.end)
-    loss = float(step.loss)
+    batch_t, copied_t, computed_t, exchanged_t, updated_t = (
+        clock.resolve(mark) for mark in (marks.start, marks.copied, marks.computed, marks.exchanged, marks.updated)
+    )
+    loss = None if trained.loss is None else float(trained.loss)
     step.batch.release()
-    if isinstance(clock, CudaClock):
-        # The host's spans only enqueue; what the device did not spend waiting for data it spent computing.
-        copy_s, optimizer_s = 0.0, 0.0
-        compute_s = max(0.0, end_t - start_t - step.data_wait_s)
-    else:
-        copy_s, compute_s, optimizer_s = step.spans.copy_s, step.spans.compute_s, step.spans.optimizer_s
     journal.write(
         StepEvent(
             step=step.number,
             warmup=step.warmup,
             start_t=start_t,
             end_t=end_t,
-            data_wait_s=step.data_wait_s,
-            copy_s=copy_s,
-            compute_s=compute_s,
-            optimizer_s=optimizer_s,
+            # Where work runs behind the host, the host's wait may cost nothing: what counts is that of the device.
+            data_wait_s=batch_t - start_t if clock.runs_behind else step.data_wait_s,
+            copy_s=copied_t - batch_t,
+            compute_s=computed_t - copied_t,
+            exchange_s=exchanged_t - computed_t,
+            optimizer_s=updated_t - exchanged_t,
             samples=step.batch.samples,
             loss=loss,
+            learning_rate=trained.learning_rate,
             tags=step.tags,
         )
     )
-    if not math.isfinite(loss):
+    if loss is not None and not math.isfinite(loss):
         raise RunFailed(
-            f"loss is {loss} at step {step.number} on rank {rank}", hint="lower train.learning_rate, or fp32"
+            f"loss is {loss} at step {step.number} on rank {rank}", hint="lower optimizer.learning_rate, or fp32"
         )
 
 

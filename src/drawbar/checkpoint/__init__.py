@@ -1,0 +1,1 @@
+"""Checkpoints: the state of training, written beside the training, and taken up again."""

@@ -1,0 +1,1 @@
+"""tf_cnn_benchmarks' command line as a recipe."""
