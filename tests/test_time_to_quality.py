@@ -12,7 +12,7 @@ import pytest
 from drawbar.analyze.quality_rules import QUALITY_RULES
 from drawbar.analyze.result import analyze
 from drawbar.analyze.schema import Result
-from drawbar.journal import DataSet, Evaluation, Request, Step, TrainingStart, Witness
+from drawbar.journal import CheckpointRead, DataSet, Evaluation, Request, Step, TrainingStart, Witness
 from drawbar.report.page import write_page
 from drawbar.report.terminal import StepPrinter, summary_text
 from tests.quality_run import OVERHEAD_S, PAUSE_S, STEP_S, quality_run
@@ -177,10 +177,39 @@ def test_judged_on_the_training_set_is_said(tmp_path: Path) -> None:
     assert "validation set" in reasons
 
 
+def test_a_resumed_run_claims_no_time_to_quality(tmp_path: Path) -> None:
+    run = quality_run(0.7)
+    for rank, events in run.ranks.items():
+        read = CheckpointRead(
+            t=events[0].t + 0.1,
+            step=8,
+            source="/checkpoints/step-00000008",
+            size_bytes=1000,
+            read_s=0.1,
+            load_s=0.1,
+            differences=[],
+        )
+        run.ranks[rank] = [
+            events[0],
+            read,
+            *(each for each in events[1:] if not isinstance(each, Step | Evaluation) or each.step >= 8),
+        ]
+    result = analyzed(run, tmp_path)
+    assert result["quality"] is not None
+    assert result["quality"]["reached"]
+    assert result["quality"]["time_to_quality_s"] is None
+    assert result["quality"]["epochs"] == pytest.approx(18 * 16 / 2048)
+    reasons = {reason["rule"]: reason for reason in result["validity"]["reasons"]}
+    assert reasons["one run to quality"]["severity"] == "qualified"
+    assert "evaluations" not in reasons
+    summary_text(result)
+    write_page(tmp_path)
+
+
 def test_all_rules_on_evaluations_are_provoked_here() -> None:
     """A new rule needs a test above."""
     provoked = {"evaluations", "pauses", "validation set", "validation images", "evaluation on the clock"}
-    assert len(provoked | {"initialisation"}) == len(QUALITY_RULES)
+    assert len(provoked | {"initialisation", "one run to quality"}) == len(QUALITY_RULES)
 
 
 def test_later_epochs_from_a_cache_do_not_make_the_start_warm(tmp_path: Path) -> None:

@@ -154,6 +154,9 @@ class Input(Section):
     least that many times larger than the crop; `exact`: none of them, as MLPerf-style runs want."""
     crop_boxes: Literal["image", "objects"] = "image"
     """What a training crop must cover a tenth of: the image, or one of the record's object boxes if it has any."""
+    augment: Literal["crop", "none"] = "crop"
+    """Of training images with a label. `crop`: ImageNet's random crop and flip; `none`: resized and cut as for
+    evaluation, for pictures such as digits, of which neither a part nor a mirror image is the same thing."""
     distortions: bool = False
     """Random brightness, saturation, hue and contrast, as tf_cnn_benchmarks has them."""
     decode_threads: int = Field(default=0, ge=0, le=1024)
@@ -610,6 +613,10 @@ class Recipe(Section):
     def _fits_together(self) -> Recipe:
         if self.input.decoder == "gpu" and self.launch.device == "cpu":
             raise ValueError('input.decoder is "gpu", but launch.device is "cpu"')
+        if self.input.decoder == "gpu" and self.input.augment == "none":
+            raise ValueError('input.augment is "none", but input.decoder is "gpu", which decodes random crops')
+        if self.input.augment == "none" and (self.input.distortions or self.input.crop_boxes == "objects"):
+            raise ValueError('input.augment is "none": distortions and crop_boxes = "objects" have no effect')
         if self.input.decoder == "gpu" and self.input.distortions:
             raise ValueError(
                 'input.distortions is true, but colours are distorted on the CPU and input.decoder is "gpu"'
@@ -655,6 +662,7 @@ class Recipe(Section):
             raise ValueError(f'input.decoder is "gpu", which decodes images with one label each, not those of {name}')
         without_effect = {
             "input.distortions": self.input.distortions,
+            "input.augment": self.input.augment != "crop",
             "input.crop_boxes": self.input.crop_boxes != "image",
             "train.label_smoothing": self.train.label_smoothing > 0,
             "detection.augment": name == MASK_RCNN and settings.augment != "ssd",

@@ -7,7 +7,7 @@ from typing import cast
 
 from drawbar.analyze.schema import CacheResult, CacheState, HostCache, StorageFlushResult
 from drawbar.analyze.timeline import Run
-from drawbar.analyze.traffic import total_delta, witness_deltas
+from drawbar.analyze.traffic import reread_share, total_delta, witness_deltas
 from drawbar.journal import Cache, RunStart, StorageFlush
 from drawbar.storage.urls import parse_url
 
@@ -33,7 +33,7 @@ def cache_result(run: Run) -> CacheResult:
     note = "; ".join([*_by_host(hosts, "note"), *([f"nothing flushed on {', '.join(unflushed)}"] if unflushed else [])])
     return CacheResult(
         wanted=wanted,
-        state="not asked" if wanted != "cold" else _state(run, share, fraction, note),
+        state="not asked" if wanted != "cold" else _state(run, _first_share(run, share), fraction, note),
         method="; ".join(_by_host(hosts, "method")),
         resident_fraction=fraction,
         gateway_bytes=gateway_bytes,
@@ -43,6 +43,16 @@ def cache_result(run: Run) -> CacheResult:
         hosts=hosts,
         storage_flush=_storage_flush(run),
     )
+
+
+def _first_share(run: Run, disk_share: float | None) -> float | None:
+    """Of a run to quality, whose later epochs may come from a cache: disk reads / the bytes served for the first
+    time."""
+    if disk_share is None or not run.recipe.quality.target:
+        return disk_share
+    requests = (request for rank in run.ranks for request in rank.requests)
+    reread = reread_share(requests, ("data", "eval")) or 0.0
+    return disk_share / (1 - reread)
 
 
 def _host(event: Cache, launcher_node: str) -> HostCache:

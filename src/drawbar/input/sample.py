@@ -90,7 +90,7 @@ class SampleMaker:
     def fill(self, batch: Batch, number: int, record: Record, random: RecordRandom | None) -> None:
         example, boxes = self.parse(record)
         try:
-            if random is None:
+            if random is None or self._input.augment == "none":
                 self.evaluate(example.encoded, batch.images[number])
             else:
                 self.train(example.encoded, random, batch.images[number], boxes)

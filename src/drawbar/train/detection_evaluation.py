@@ -24,6 +24,7 @@ from drawbar.train.coco_ap import (
     encode_mask,
 )
 from drawbar.train.detection import DetectionObjective
+from drawbar.train.evaluate import share_buffers
 
 _PASTED_AT_ONCE = 10
 """Masks: each is a float for every pixel of its image for a moment."""
@@ -54,7 +55,7 @@ class DetectionEvaluation:
     def run(self, epoch: int) -> dict[str, float]:
         """`box_ap`, and `mask_ap` of a model with masks, 0 to 1; equal on all ranks. Raises DataError and whatever
         the input raises."""
-        self._share_buffers()
+        share_buffers(self._model, self._control)
         matcher = self._matcher()
         was_training = self._model.training
         self._model.eval()
@@ -66,13 +67,6 @@ class DetectionEvaluation:
         finally:
             self._model.train(was_training)
         return self._agreed(matcher.matches)
-
-    @torch.no_grad()
-    def _share_buffers(self) -> None:
-        """Rank 0's to all ranks: running statistics of batch norm are each rank's own, and one model is evaluated."""
-        if self._control is not None:
-            for buffer in self._model.buffers():
-                dist.broadcast(buffer, 0, group=self._control)
 
     def _matcher(self) -> CocoMatcher:
         return CocoMatcher(self._num_classes, self._kinds)
