@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from drawbar.launch.command_lines import HostSlots, Job, parse_hosts, placement
 from drawbar.launch.launchers import kind_of
 from drawbar.launch.rendezvous import Rendezvous, first_host, rendezvous
 from drawbar.world import World
+from tests.drawbar_process import drawbar
 
 ECS_HOSTS = [f"dl-worker-{number:02d}:2" for number in range(1, 9)]
 ENV = {
@@ -168,3 +170,24 @@ def test_ranks_meet_where_their_launcher_says() -> None:
     assert rendezvous(world, {**slurm, "SLURM_STEP_ID": "2"}).port != port
     with pytest.raises(EnvironmentUnfit, match="MASTER_PORT is 'x'"):
         rendezvous(world, {"MASTER_ADDR": "n1", "MASTER_PORT": "x"})
+
+
+def test_a_dry_run_prints_a_line_to_type_and_no_secret(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        '[input]\nsource = "constant"\n[launch]\nranks = 4\nhosts = ["n1:2", "n2:2"]\nlauncher = "srun"\n'
+    )
+    env = {"AWS_SECRET_ACCESS_KEY": "very-secret", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    (tmp_path / "srun").touch(mode=0o755)
+    done = drawbar("run", recipe, "--dry-run", "--out", tmp_path / "run", env=env)
+    assert done.code == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("srun --ntasks=4 ")
+    assert "export AWS_SECRET_ACCESS_KEY=***" in done.stdout
+    assert "export MASTER_ADDR=n1" in done.stdout
+    assert "very-secret" not in done.stdout + done.stderr
+    assert not (tmp_path / "run").exists()
+    lines = drawbar("run", recipe, "--print-torchrun", "--out", tmp_path / "run").stdout
+    assert lines.count("torch.distributed.run --nnodes 2") == 2
+    alone = drawbar("run", recipe, "--print-torchrun", "--set", "launch.hosts=[]", "--set", "launch.launcher=local")
+    assert alone.code == 2
+    assert "launch.hosts is empty" in alone.error_line

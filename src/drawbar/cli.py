@@ -130,15 +130,23 @@ def run(
     repeats: Annotated[
         int | None, typer.Option(min=1, max=100, help="Runs to quality with different seeds, below --out.")
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print how the ranks would be started; secrets are masked.")
+    ] = False,
+    print_torchrun: Annotated[
+        bool, typer.Option("--print-torchrun", help="Only print a torchrun command for each of launch.hosts.")
+    ] = False,
     json_out: JsonFlag = False,
 ) -> None:
     """One measurement, or one run to quality: start the ranks, train, judge, report."""
     from drawbar.config import load_recipe
-    from drawbar.launch.command import run_and_report
+    from drawbar.launch.command import dry_run_text, run_and_report, torchrun_text
 
     overrides = [*(settings or []), *([f"quality.repeats={repeats}"] if repeats else [])]
     loaded = load_recipe(recipe, overrides)
-    if loaded.quality.repeats == 1:
+    if dry_run or print_torchrun:
+        print(torchrun_text(loaded, out) if print_torchrun else dry_run_text(loaded, out))
+    elif loaded.quality.repeats == 1:
         _finish_run(run_and_report(loaded, out, json_out), json_out)
     else:
         _finish_series(loaded, out, json_out)
