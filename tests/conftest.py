@@ -5,7 +5,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from drawbar.storage import embedded, seaweed
 from tests.slurm import Slurm, missing_programs, running_slurm
@@ -37,7 +37,10 @@ def slurm() -> Iterator[Slurm]:
         yield cluster
 
 
-settings.register_profile("repeatable", derandomize=True, database=None)
+# No test asserts a time: on a busy machine any example may take long.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("repeatable", settings.get_profile("unhurried"), derandomize=True, database=None)
+settings.load_profile("unhurried")
 
 
 def pytest_configure(config: pytest.Config) -> None:

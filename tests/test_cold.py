@@ -143,9 +143,9 @@ def test_another_user_flushes_file_by_file_and_cannot_verify() -> None:
         "from drawbar.launch.cold import flush_files\n"
         "from tests.test_cold import recipe_of\n"
         "folder = Path(sys.argv[1])\n"
-        "keys = sorted(path.name for path in folder.glob('train-*'))\n"
+        "files = sorted(folder.glob('train-*'))\n"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
-        "print(json.dumps(dataclasses.asdict(flush_files(recipe_of(folder), keys))))\n"
+        "print(json.dumps(dataclasses.asdict(flush_files(recipe_of(folder), files))))\n"
     )
     # Not below tmp_path: nobody else may enter pytest's folders.
     with tempfile.TemporaryDirectory() as name:

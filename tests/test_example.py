@@ -190,7 +190,7 @@ def test_unusual_layouts_are_read() -> None:
         ({"image/encoded": JPEG}, "the record has no image/class/label"),
         ({"image/encoded": JPEG, "image/class/label": [1, 2]}, r"image/class/label is \[1, 2\]"),
         ({"image/encoded": JPEG, "image/class/label": b"1"}, r"image/class/label is \[b'1'\]"),
-        ({"image/encoded": b"", "image/class/label": 1}, "image/encoded holds 1 values, 0 bytes"),
+        ({"image/encoded": b"", "image/class/label": 1}, "image/encoded holds 1 value, 0 bytes"),
         ({"image/encoded": [JPEG, JPEG], "image/class/label": 1}, "image/encoded holds 2 values"),
         ({"image/encoded": 5, "image/class/label": 1}, "image/encoded holds 0 values"),
     ],

@@ -176,8 +176,8 @@ def test_same_bytes_for_any_number_of_workers_and_any_store(source: Path, tmp_pa
     assert contents(tmp_path / "1") == contents(tmp_path / "3")
     for name, data in contents(tmp_path / "1").items():
         assert bytes(obstore.get(store, f"some/prefix/{name}").bytes()) == data
-    assert steps[0] == ("pack", 0, 37)
-    assert steps[-1] == ("pack", 37, 37)
+    assert steps[0] == ("packing images", 0, 37)
+    assert steps[-1] == ("packing images", 37, 37)
 
 
 def order(folder: Path) -> list[int]:
@@ -626,7 +626,7 @@ def test_manifest_round_trip_and_newer_fields() -> None:
         ({"split": "validation"}, "split is 'validation', but a shard's name is 'train-0'"),
         ({"seed": "three"}, "seed is 'three'; expected int"),
         ({"seed": -3}, "seed is '-3'"),
-        ({"labels": ["cat"]}, "1 labels, but 2 class counts"),
+        ({"labels": ["cat"]}, "1 label, but 2 class counts"),
         ({"labels": ["cat", 5]}, "labels holds '5'; expected str"),
         ({"class_counts": [3, 2]}, "class counts add up to 5, the shards to 4 records"),
         ({"num_records": 5}, "num_records is 5, but its parts give 4"),

@@ -140,8 +140,8 @@ def test_going_on_packs_only_what_is_missing(images: Path, reference: dict[str, 
     assert not (tmp_path / "_parts").exists()
     for name, status in there.items():
         assert (tmp_path / name).stat().st_ino == status.st_ino
-    assert steps[0] == ("pack", 40, 60)
-    assert steps[-1] == ("pack", 60, 60)
+    assert steps[0] == ("packing images", 40, 60)
+    assert steps[-1] == ("packing images", 60, 60)
 
 
 def test_every_point_where_it_can_stop(images: Path, reference: dict[str, bytes], tmp_path: Path) -> None:
@@ -729,7 +729,7 @@ def test_rank_0_waits_only_so_long(images: Path, reference: dict[str, bytes], tm
             progress=lambda *step: steps.append(step),
             wait_s=0.3,
         )
-    assert steps[-1] == ("wait for other ranks", 2, 6)
+    assert steps[-1] == ("waiting for other ranks, shards", 2, 6)
     assert caught.value.hint
     assert pack(scan_folder(images), dest, settings()).num_records == 60
     assert contents(tmp_path) == reference

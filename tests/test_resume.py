@@ -317,7 +317,7 @@ def test_weights_of_a_file_are_where_training_begins(recipe: Path, tmp_path: Pat
     torch.manual_seed(9)
     model: Any = build_model("resnet18", 77)
     save_file(model.state_dict(), tmp_path / "pretrained.safetensors")
-    short = ("launch.ranks=1", "train.steps=1", "train.warmup_steps=0", "train.learning_rate=0.0")
+    short = ("launch.ranks=1", "train.steps=1", "train.warmup_steps=0", "optimizer.learning_rate=0.0")
     finished = run(recipe, "run", *short, "model.weights=pretrained.safetensors", "checkpoint.url=ck")
     assert finished.code == 0, finished.stderr
     found = result_of(recipe.parent / "run")["weights"]
