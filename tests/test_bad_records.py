@@ -19,10 +19,16 @@ from tests.small_loader import loader_over, take, trained_ids
 from tests.small_set import example, image, offsets, write_set
 
 SPOILED = jpeg(1, 200, 200)
+THUMBNAIL = b"\xff\xe1" + (2 + 6 + len(jpeg())).to_bytes(2, "big") + b"Exif\0\0" + jpeg()
+WITH_THUMBNAIL = SPOILED[:2] + THUMBNAIL + SPOILED[2:]
 BAD: dict[str, tuple[bytes, str]] = {
     "truncated": (example(1, 1, SPOILED[: len(SPOILED) // 2]), "truncated JPEG: no end-of-image marker"),
-    "no JPEG": (example(1, 1, other_formats()["PNG"]), "cannot decode image"),
-    "text": (example(1, 1, b"<html>404</html>"), "cannot decode image"),
+    "truncated behind a whole thumbnail": (
+        example(1, 1, WITH_THUMBNAIL[:-200]),
+        "truncated JPEG: no end-of-image marker",
+    ),
+    "no JPEG": (example(1, 1, other_formats()["PNG"]), "cannot decode image: PNG, not JPEG"),
+    "text": (example(1, 1, b"<html>404</html>"), "cannot decode image: not JPEG: begins with 3c 68 74 6d"),
     "empty": (example(1, 1, b""), "image/encoded"),
     "no image": (encode_example({"image/class/label": [1]}), "image/encoded"),
     "no label": (encode_example({"image/encoded": image(1)}), "image/class/label"),
@@ -50,7 +56,7 @@ def test_each_kind_is_named_with_its_reason_and_another_stands_in(tmp_path: Path
 
 
 def test_files_that_only_look_bad_are_trained(tmp_path: Path) -> None:
-    files = [*good_jpegs().values(), cmyk(), cmyk(adobe=False), ycck()]
+    files = [*good_jpegs().values(), WITH_THUMBNAIL, WITH_THUMBNAIL + b"more", cmyk(), cmyk(adobe=False), ycck()]
     write_set(tmp_path, payloads={number: example(number, 1, data) for number, data in enumerate(files)})
     told: list[Event] = []
     with loader_over(tmp_path, on_bad="skip", told=told) as loader:

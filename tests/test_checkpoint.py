@@ -23,14 +23,17 @@ from torch import nn
 
 from drawbar.checkpoint.find import check_fits, find_checkpoints
 from drawbar.checkpoint.manifest import MANIFEST, MODEL, TRAINING, FileEntry, Manifest, load_manifest, name_of
+from drawbar.checkpoint.reader import differences
 from drawbar.checkpoint.state import HostCopy, Tensors, from_tree, safetensors_pieces, to_tree
 from drawbar.checkpoint.stores import BucketStore, CheckpointStore, FolderStore
+from drawbar.checkpoint.writer import About
 from drawbar.config import Recipe, Storage
 from drawbar.errors import DataError, EnvironmentUnfit, InputError
 from drawbar.models.weights import load_weights
 from drawbar.storage import embedded
 from drawbar.storage.environment import Credentials
 from drawbar.storage.stores import open_place
+from drawbar.world import World
 from tests.tcp_proxy import Proxy
 
 # Tensors and trees
@@ -189,6 +192,31 @@ def test_ranks_storage_and_length_may_change() -> None:
     train = {"batch_size": 8, "warmup_steps": 3, "steps": 90, "display_every": 1}
     changed = {"launch": {"ranks": 1}, "train": train, "storage": {"retries": 1}, "input": {"decode_threads": 3}}
     check_fits(_recipe(**changed), _manifest())
+
+
+def test_another_length_is_told_where_the_learning_rate_falls_over_the_whole_run() -> None:
+    def told(schedule: dict[str, Any], **train: Any) -> list[str]:
+        before = _recipe(schedule=schedule).model_dump()
+        now = _recipe(schedule=schedule, train={"batch_size": 4, "warmup_steps": 0, **train})
+        about = About(
+            recipe=now,
+            world=World(rank=0, world_size=2, local_rank=0, local_world_size=2, node="n"),
+            dataset_sha256="d",
+            rounding={},
+        )
+        found = differences(_manifest(recipe=before), about, nn.Identity())
+        return [each for each in found if "learning rate" in each]
+
+    words = "the learning rate falls over the whole run, whose length was 50 steps, now "
+    assert told({"name": "cosine"}, steps=90) == [words + "90 steps"]
+    assert told({"name": "polynomial"}, epochs=2.0) == [words + "2 epochs"]
+    assert told({"name": "cosine"}, steps=50) == []
+    assert told({"name": "cosine", "length": 40.0}, steps=90) == []
+    assert told({"name": "constant"}, steps=90) == []
+
+
+def test_event_files_may_go_elsewhere() -> None:
+    check_fits(_recipe(summaries={"dir": "elsewhere", "verbosity": 1}), _manifest())
 
 
 def test_steps_left_are_warm_up_first_and_one_is_measured() -> None:

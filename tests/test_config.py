@@ -88,3 +88,9 @@ def test_what_is_no_toml_or_not_there_is_said(tmp_path: Path) -> None:
         load_recipe(bad)
     with pytest.raises(RecipeError, match="cannot read recipe"):
         load_recipe(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["train.epochs", "quality.limit_epochs"])
+def test_epochs_that_are_no_number_of_steps_are_refused(key: str, recipe_file: Path) -> None:
+    with pytest.raises(RecipeError, match=f"{key} is 1e.308"):
+        load_recipe(recipe_file, [f"{key}=1e308"])

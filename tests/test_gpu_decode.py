@@ -234,6 +234,7 @@ def test_a_run_without_a_gpu_says_so_in_one_line(tmp_path: Path) -> None:
     finished = drawbar("run", recipe, "--out", tmp_path / "run", "--set", "data.num_classes=10")
     assert finished.code == 3
     assert 'input.decoder is "gpu", but this rank has no CUDA device' in finished.error_line
+    assert " on ," not in finished.error_line
 
 
 def test_recipes_that_cannot_be_are_refused() -> None:

@@ -252,7 +252,8 @@ def _finish_run(result: Any, json_out: bool) -> None:
     error = result["error"]
     if error is not None:
         from_rank = error["rank"] is not None and f"rank {error['rank']}" not in error["message"]
-        where = f"rank {error['rank']} on {error['node']}, {error['phase']}: " if from_rank else ""
+        host = f" on {error['node']}" if error["node"] else ""
+        where = f"rank {error['rank']}{host}, {error['phase']}: " if from_rank else ""
         show_error(where + error["message"], error["hint"])
         raise typer.Exit(error["exit_code"])
     if result["validity"]["grade"] == "invalid":

@@ -23,6 +23,9 @@ from drawbar.errors import RecipeError
 from drawbar.models.names import find_model
 from drawbar.storage.urls import parse_url
 
+MAX_EPOCHS = 1e6
+"""Far beyond any training; what follows from it, in steps, is still a number."""
+
 
 class Section(BaseModel):
     model_config = ConfigDict(
@@ -279,7 +282,7 @@ class Train(Section):
     Batch norm sees each part alone."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Share of each target that is spread evenly over all classes."""
-    epochs: float = Field(default=0.0, ge=0)
+    epochs: float = Field(default=0.0, ge=0, le=MAX_EPOCHS)
     """Passes over the training set, warm-up steps included, instead of `steps`. Needs the number of its records."""
     display_every: int = Field(default=10, ge=1)
     """Steps between printed lines."""
@@ -448,7 +451,7 @@ class Quality(Section):
     target: dict[Metric, float] = {}
     """Such as `{ top1 = 0.759 }`; several must be met at the same evaluation. Empty: trained as long as `[train]`
     says."""
-    limit_epochs: float = Field(default=0.0, ge=0)
+    limit_epochs: float = Field(default=0.0, ge=0, le=MAX_EPOCHS)
     """The run ends here where the target was not met; stands in the place of `train.epochs`. 0: `[train]` says."""
     repeats: int = Field(default=1, ge=1, le=100)
     """Runs with different seeds, of which the fastest and the slowest are dropped."""

@@ -42,6 +42,7 @@ _MAY_CHANGE = {
     "launch",
     "cache",
     "faults",
+    "summaries",
 }
 """Everything else decides what is trained. The batch size may change as the ranks do: not the global batch."""
 

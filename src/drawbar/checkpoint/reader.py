@@ -164,6 +164,8 @@ def differences(manifest: Manifest, about: About, model: nn.Module) -> list[str]
             found.append(f"{ranks}: batch norm takes its statistics over the batch of a rank")
         if any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules()):
             found.append(f"{ranks}: dropout is drawn anew")
+    if length := _other_length(manifest.recipe, about.recipe):
+        found.append(f"the learning rate falls over the whole run, whose length was {length}")
     changed = [
         f"{key} {manifest.rounding[key]} -> {value}"
         for key, value in about.rounding.items()
@@ -172,3 +174,14 @@ def differences(manifest: Manifest, about: About, model: nn.Module) -> list[str]
     if changed:
         found.append(f"sums are rounded otherwise: {', '.join(changed)}")
     return found
+
+
+def _other_length(before: dict[str, Any], recipe: Recipe) -> str:
+    """`A, now B` where the length of the run decides the learning rate of its steps and is another one; else empty."""
+    if recipe.schedule.name not in ("polynomial", "cosine") or recipe.schedule.length:
+        return ""
+    train, quality = before.get("train", {}), before.get("quality", {})
+    epochs = quality.get("limit_epochs") or train.get("epochs")
+    old = f"{epochs:g} epochs" if epochs else f"{train.get('warmup_steps', 0) + train.get('steps', 0):,} steps"
+    new = f"{recipe.epochs:g} epochs" if recipe.epochs else f"{recipe.train.warmup_steps + recipe.train.steps:,} steps"
+    return f"{old}, now {new}" if old != new else ""

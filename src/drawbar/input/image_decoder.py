@@ -20,7 +20,7 @@ import simplejpeg
 import simplejpeg._jpeg
 
 from drawbar.dataset.fix import cmyk_to_rgb
-from drawbar.dataset.jpeg import EOI, MAX_PIXELS, check_size, parse_header
+from drawbar.dataset.jpeg import EOI, MAX_PIXELS, check_content, check_size, parse_header
 from drawbar.errors import DataError, EnvironmentUnfit
 from drawbar.input import libjpeg
 from drawbar.input.libjpeg import FAST_DCT, FAST_UPSAMPLING, SCALED_DCT, WHOLE, Pixels, RegionDecoder, View, Window
@@ -79,8 +79,7 @@ class Header(NamedTuple):
 def read_header(encoded: Encoded) -> Header:
     """Raises BadImage for what no decoder here takes, as far as a header tells; and for a file that is cut off."""
     try:
-        if not ends(encoded):
-            raise BadImage("truncated JPEG: no end-of-image marker" if len(encoded) else "empty file")
+        check_ends(encoded)
         height, width, colours, _ = simplejpeg.decode_jpeg_header(encoded)
         check_size(width, height, MAX_PIXELS)
     except ValueError as error:
@@ -92,9 +91,12 @@ def read_header(encoded: Encoded) -> Header:
     return Header(height, width, colours)
 
 
-def ends(encoded: Encoded) -> bool:
-    """Whether a JPEG has its end-of-image marker."""
-    return encoded[-2:] == EOI or bytes(encoded).rfind(EOI) >= 0
+def check_ends(encoded: Encoded) -> None:
+    """Raises DataError with the reason where a file has no end-of-image marker of its own: one of a thumbnail in its
+    header is another's."""
+    if encoded[-2:] != EOI:
+        data = bytes(encoded)
+        check_content(data, parse_header(data))
 
 
 class ImageDecoder:
@@ -213,12 +215,11 @@ def resize_opencv(image: Pixels, placement: Placement, out: Pixels) -> None:
 
 def _header(decoder: RegionDecoder, data: Pixels, encoded: Encoded) -> tuple[int, int, int]:
     """Raises ValueError. What is cut off is refused even where the window would end before: as by a whole decoding."""
-    if not ends(encoded):
-        raise ValueError("truncated JPEG: no end-of-image marker" if len(encoded) else "empty file")
-    height, width, components = decoder.header(data)
-    if components not in (1, 3, 4):
-        raise ValueError(f"JPEG with {components} components")
     try:
+        check_ends(encoded)
+        height, width, components = decoder.header(data)
+        if components not in (1, 3, 4):
+            raise ValueError(f"JPEG with {components} components")
         check_size(width, height, MAX_PIXELS)
     except DataError as error:
         raise ValueError(error.message) from None
