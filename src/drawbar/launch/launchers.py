@@ -38,6 +38,11 @@ class Launcher:
     def command(self) -> list[str]:
         return self._command()
 
+    @property
+    def name(self) -> str:
+        """Of the program."""
+        return "torchrun" if self.kind == "local" else self.kind
+
     def _command(self, only_host: str = "") -> list[str]:
         if self.kind == "mpirun":
             return command_lines.mpirun(

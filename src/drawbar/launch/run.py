@@ -122,7 +122,7 @@ def _run(recipe: Recipe, storage: Storage, run_dir: Path, journal: JournalWriter
     warmup_steps, steps = recipe.train.steps_from(first_step, run_steps(recipe, storage.num_records))
     env = secrets_of_ranks(storage, run_dir) | {FLUSHED_NODE: socket.gethostname()}
     launcher = launcher_of(recipe, run_dir, env)
-    process = LauncherProcess(launcher.kind, launcher.command, launcher.job.env, run_dir)
+    process = LauncherProcess(launcher.name, launcher.command, launcher.job.env, run_dir)
     nodes: set[str] = set()
     lost: dict[str, str] = {}
     try:
