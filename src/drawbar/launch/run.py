@@ -122,6 +122,11 @@ def _run(recipe: Recipe, storage: Storage, run_dir: Path, journal: JournalWriter
     warmup_steps, steps = recipe.train.steps_from(first_step, run_steps(recipe, storage.num_records))
     env = secrets_of_ranks(storage, run_dir) | {FLUSHED_NODE: socket.gethostname()}
     launcher = launcher_of(recipe, run_dir, env)
+    if launcher.kind != "local" and (storage.index or storage.validation_index):
+        raise EnvironmentUnfit(
+            "a set without a manifest cannot be shared by ranks on other hosts: its index is here only",
+            hint="pack it with `drawbar data pack`, which writes a manifest, or have as many shards as ranks",
+        )
     process = LauncherProcess(launcher.name, launcher.command, launcher.job.env, run_dir)
     nodes: set[str] = set()
     lost: dict[str, str] = {}
