@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from drawbar.config import Model, Recipe, Storage, load_recipe
+from drawbar.config import Model, Storage, load_recipe
 from drawbar.dataset.destination import StoreDestination
 from drawbar.dataset.pack import pack
 from drawbar.dataset.shard_writer import PackSettings
@@ -19,7 +19,7 @@ from drawbar.storage import embedded
 from drawbar.storage.environment import Credentials
 from drawbar.storage.stores import open_place
 from drawbar.tf_cnn.command import to_toml
-from drawbar.tf_cnn.keys import has_counterpart, moved
+from drawbar.tf_cnn.keys import has_counterpart
 from drawbar.tf_cnn.translate import Translation, translate
 from tests.drawbar_process import drawbar, result_of
 
@@ -54,16 +54,9 @@ python3
 """
 """As the ECS study prints it, from `round_robin_ecs.py` on; its time stamp is filled in."""
 
-FP16 = has_counterpart("model.precision", "fp16")
-
 
 def read(line: str, environ: dict[str, str] = HTTP, **options: Any) -> Translation:
     return translate(shlex.split(line), environ, **options)
-
-
-def optimizer(recipe: Recipe, name: str) -> Any:
-    section, _, key = moved(f"train.{name}").partition(".")
-    return getattr(getattr(recipe, section), key)
 
 
 # The study's command line
@@ -71,7 +64,7 @@ def optimizer(recipe: Recipe, name: str) -> Any:
 
 @pytest.fixture
 def study_line() -> str:
-    return ECS_STUDY if FP16 else ECS_STUDY.replace("--use_fp16=True\n", "")
+    return ECS_STUDY
 
 
 def test_the_ecs_studys_command_line_becomes_its_recipe(study_line: str) -> None:
@@ -86,17 +79,13 @@ def test_the_ecs_studys_command_line_becomes_its_recipe(study_line: str) -> None
     assert recipe.storage.policy == "rank"
     assert recipe.summaries.dir == "/imagenet-scratch/train_dir/2021-01-02-03-04-05-resnet50"
     assert (recipe.summaries.verbosity, recipe.summaries.every_steps) == (1, 0)
-    assert (optimizer(recipe, "momentum"), optimizer(recipe, "weight_decay")) == (0.0, 4e-5)
-    assert str(recipe.model.precision) == ("fp16" if FP16 else "fp32")
+    assert (recipe.optimizer.momentum, recipe.optimizer.weight_decay) == (0.0, 4e-5)
+    assert recipe.model.precision == "fp16"
 
 
 def test_a_format_that_recipes_lack_is_refused_and_never_ignored() -> None:
     """fp32 figures under the name of fp16 would be wrong silently."""
-    if FP16:
-        assert str(read("--use_fp16", ignore_unknown=True).recipe.model.precision) == "fp16"
-    else:
-        with pytest.raises(InputError, match=r"does not do --use_fp16 \(recipes have no model.precision = fp16\)"):
-            read("--use_fp16", ignore_unknown=True)
+    assert read("--use_fp16", ignore_unknown=True).recipe.model.precision == "fp16"
 
 
 def test_every_flag_of_the_study_is_accounted_for(study_line: str) -> None:
@@ -223,7 +212,7 @@ def test_what_is_left_out_is_as_tf_cnn_benchmarks_has_it() -> None:
     recipe = read("").recipe
     assert (recipe.model.name, recipe.train.batch_size, recipe.input.source) == ("trivial", 32, "constant")
     assert (recipe.model.precision, recipe.model.channels_last) == ("fp32", False)
-    assert (recipe.train.steps, recipe.train.warmup_steps, optimizer(recipe, "learning_rate")) == (100, 10, 0.005)
+    assert (recipe.train.steps, recipe.train.warmup_steps, recipe.optimizer.learning_rate) == (100, 10, 0.005)
     assert read("--nodatasets_repeat_cached_sample").recipe.input.source == "constant"
     assert read("--datasets_repeat_cached_sample --data_dir=/d").recipe.input.source == "memory"
 
@@ -238,19 +227,15 @@ def test_a_model_has_its_own_batch_size(model: str, batch_size: int) -> None:
 
 def test_compiling_is_asked_for_or_not() -> None:
     for flag in ("--noxla", "--xla=False", "--noxla_compile"):
-        assert not getattr(read(flag).recipe.model, "compile", False)
+        assert not read(flag).recipe.model.compile
     for flag in ("--xla", "--xla_compile"):
-        if has_counterpart("model.compile", True):
-            assert getattr(read(flag).recipe.model, "compile", False)
-        else:
-            with pytest.raises(InputError, match=f"no counterpart in Drawbar: {flag}$"):
-                read(flag)
+        assert read(flag).recipe.model.compile
 
 
 def test_sgd_is_without_momentum() -> None:
-    assert optimizer(read("--optimizer=sgd --momentum=0.5").recipe, "momentum") == 0.0
-    assert optimizer(read("--optimizer=momentum").recipe, "momentum") == 0.9
-    assert optimizer(read("--optimizer=momentum --momentum=0.5").recipe, "momentum") == 0.5
+    assert read("--optimizer=sgd --momentum=0.5").recipe.optimizer.momentum == 0.0
+    assert read("--optimizer=momentum").recipe.optimizer.momentum == 0.9
+    assert read("--optimizer=momentum --momentum=0.5").recipe.optimizer.momentum == 0.5
 
 
 @pytest.mark.parametrize(

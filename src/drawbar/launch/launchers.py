@@ -19,11 +19,10 @@ from drawbar.launch import command_lines, home
 from drawbar.launch.command_lines import Job
 from drawbar.launch.echo import ECHO_VARIABLE
 from drawbar.launch.environment import RECIPE_VARIABLE, rank_environment
+from drawbar.launch.rendezvous import PORTS
 
 Kind = Literal["local", "mpirun", "srun"]
 
-_PORT_RANGE = range(20_000, 32_000)
-"""For rank 0's store. Below the kernel's range for outgoing connections."""
 _FETCH_S = 60.0
 
 
@@ -83,7 +82,7 @@ def launcher_of(recipe: Recipe, run_dir: Path, env: Mapping[str, str]) -> Launch
     if kind == "local":
         return Launcher(kind=kind, job=Job(launch=recipe.launch, run_dir=run_dir.resolve(), env=whole))
     whole |= {RECIPE_VARIABLE: recipe.model_dump_json(), ECHO_VARIABLE: "1"}
-    whole["MASTER_PORT"] = str(random.choice(_PORT_RANGE))
+    whole["MASTER_PORT"] = str(random.choice(PORTS))
     program, version = "", 0
     if recipe.launch.hosts or recipe.launch.host_file:
         whole["MASTER_ADDR"] = command_lines.placement(recipe.launch)[0].host

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from drawbar.errors import EnvironmentUnfit
 from drawbar.world import World
 
-_FIRST_PORT, _PORTS = 20_000, 12_000
-"""Below the kernel's range for outgoing connections."""
+PORTS = range(20_000, 32_000)
+"""For rank 0's store. Below the kernel's range for outgoing connections."""
 
 
 class Rendezvous(NamedTuple):
@@ -37,7 +37,7 @@ def rendezvous(world: World, environ: Mapping[str, str] = os.environ) -> Rendezv
 def _port_of_job(environ: Mapping[str, str]) -> int:
     """Equal on all ranks of a job step, and seldom that of another."""
     step = int(environ.get("SLURM_STEP_ID", "0") or 0)
-    return _FIRST_PORT + (int(environ.get("SLURM_JOB_ID", "0") or 0) * 31 + step) % _PORTS
+    return PORTS[(int(environ.get("SLURM_JOB_ID", "0") or 0) * 31 + step) % len(PORTS)]
 
 
 def first_host(nodelist: str) -> str:

@@ -91,3 +91,17 @@ def area(x0: float, x1: float) -> Tree:
         "line": {"width": 0},
         "layer": "below",
     }
+
+
+def level_line(value: float) -> Tree:
+    """Dotted, over the whole width, at a value of the y axis."""
+    return {
+        "type": "line",
+        "xref": "paper",
+        "x0": 0,
+        "x1": 1,
+        "yref": "y",
+        "y0": value,
+        "y1": value,
+        "line": {"color": "var(--ink-2)", "width": 1, "dash": "dot"},
+    }

@@ -9,7 +9,7 @@ from drawbar.analyze.quality import clock_start_t
 from drawbar.analyze.schema import QualityResult
 from drawbar.analyze.throughput import global_steps
 from drawbar.report import words
-from drawbar.report.plot import Figure, Tree, area, axis, buckets, layout, numbers, rank_color
+from drawbar.report.plot import Figure, Tree, area, axis, buckets, layout, level_line, numbers, rank_color
 
 MAX_SHADED = 100
 """Evaluations shaded in a figure; more would be a grey wall."""
@@ -23,7 +23,7 @@ def accuracy_figure(facts: Facts) -> Figure | None:
     evaluations = quality["evaluations"]
     names = [name for name in dict.fromkeys(key for item in evaluations for key in item["metrics"]) if name != "loss"]
     data = [_metric_trace(quality, name, index) for index, name in enumerate(names)]
-    shapes = [_target_line(value) for name, value in quality["target"].items() if name != "loss"]
+    shapes = [level_line(value) for name, value in quality["target"].items() if name != "loss"]
     last = words.metrics(evaluations[-1]["metrics"])
     wanted = f" Dotted: the target, {words.target(quality['target'])}." if quality["target"] else ""
     return Figure(
@@ -93,19 +93,6 @@ def _metric_trace(quality: QualityResult, name: str, index: int) -> Tree:
         "line": {"color": rank_color(index), "width": 1.5},
         "marker": {"size": 5},
         "hovertemplate": f"%{{x:.1f}} s: %{{y:.4f}}<extra>{name}</extra>",
-    }
-
-
-def _target_line(value: float) -> Tree:
-    return {
-        "type": "line",
-        "xref": "paper",
-        "x0": 0,
-        "x1": 1,
-        "yref": "y",
-        "y0": value,
-        "y1": value,
-        "line": {"color": "var(--ink-2)", "width": 1, "dash": "dot"},
     }
 
 

@@ -14,7 +14,19 @@ from drawbar.analyze.throughput import global_steps
 from drawbar.analyze.timeline import Floats, Ints, RankTimeline
 from drawbar.plural import plural
 from drawbar.report import words
-from drawbar.report.plot import MAX_POINTS, Figure, Tree, area, axis, buckets, label, layout, numbers, rank_color
+from drawbar.report.plot import (
+    MAX_POINTS,
+    Figure,
+    Tree,
+    area,
+    axis,
+    buckets,
+    label,
+    layout,
+    level_line,
+    numbers,
+    rank_color,
+)
 
 MAX_BINS = 40
 
@@ -40,7 +52,7 @@ def throughput_figure(facts: Facts, result: Result) -> Figure | None:
         shapes = [area(min(first_t(rank) for rank in ranks) - zero_t, 0)]
     mean, total = result["images_per_s"]["mean"], result["images_per_s"]["total"]
     if mean is not None:
-        shapes.append(mean_shape(mean))
+        shapes.append(level_line(mean))
     note = ""
     if max(len(rank.measured) for rank in ranks) > MAX_POINTS:
         note = " Each point is the mean of neighbouring steps, and the band holds the fastest and slowest of them."
@@ -65,19 +77,6 @@ def throughput_figure(facts: Facts, result: Result) -> Figure | None:
 
 def first_t(rank: RankTimeline) -> float:
     return float((rank.warmup if len(rank.warmup) else rank.measured).start_t[0])
-
-
-def mean_shape(mean: float) -> Tree:
-    return {
-        "type": "line",
-        "xref": "paper",
-        "x0": 0,
-        "x1": 1,
-        "yref": "y",
-        "y0": mean,
-        "y1": mean,
-        "line": {"color": "var(--ink-2)", "width": 1, "dash": "dot"},
-    }
 
 
 def total_traces(facts: Facts, ranks: Sequence[RankTimeline], zero_t: float) -> list[Tree]:

@@ -18,12 +18,6 @@ def has_counterpart(key: str, value: Any) -> bool:
     return typing.get_origin(annotation) is not typing.Literal or value in typing.get_args(annotation)
 
 
-def moved(key: str) -> str:
-    """The optimizer's keys are in a section of their own in recipes that have it, and in `train` in others."""
-    section, _, name = key.partition(".")
-    return f"optimizer.{name}" if section == "train" and name in _keys_of("optimizer") else key
-
-
 def _keys_of(section: str) -> dict[str, Any]:
     field = Recipe.model_fields.get(section)
     return dict(getattr(field.annotation, "model_fields", {})) if field else {}

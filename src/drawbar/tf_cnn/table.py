@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from drawbar.tf_cnn.flags import Kind, Value
-from drawbar.tf_cnn.keys import has_counterpart
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +43,7 @@ class Special:
     kind: Kind
 
 
-_COMPILE: Choice | Always = (
-    Choice("bool", "model.compile", {True: True, False: False})
-    if has_counterpart("model.compile", True)
-    else Always("bool", (False,), "not compiled", tuning=True)
-)
+_COMPILE = Key("bool", "model.compile")
 
 TABLE: dict[str, Key | Choice | Always | Special] = {
     # What is trained, and how long.
@@ -91,8 +86,8 @@ TABLE: dict[str, Key | Choice | Always | Special] = {
     # Optimizer.
     "optimizer": Special("str"),
     "momentum": Special("float"),
-    "weight_decay": Key("float", "train.weight_decay"),
-    "init_learning_rate": Key("float", "train.learning_rate"),
+    "weight_decay": Key("float", "optimizer.weight_decay"),
+    "init_learning_rate": Key("float", "optimizer.learning_rate"),
     # The exchange of gradients.
     "variable_update": Special("str"),
     "horovod_device": Special("str"),

@@ -13,7 +13,7 @@ from drawbar.config import Recipe, recipe_from_tree
 from drawbar.errors import InputError
 from drawbar.storage.environment import is_on
 from drawbar.tf_cnn.flags import Given, Value, parse
-from drawbar.tf_cnn.keys import has_counterpart, moved
+from drawbar.tf_cnn.keys import has_counterpart
 from drawbar.tf_cnn.table import MODEL_BATCH_SIZE, TABLE, Always, Choice, Key
 
 ECS_HTTP_PORT, ECS_HTTPS_PORT = 9020, 9021
@@ -99,10 +99,9 @@ class _Work:
         self._exchange()
         self._default("model.precision", "fp32")
         self._default("model.channels_last", False, "NCHW")
-        self._default(moved("train.weight_decay"), 4e-5)
+        self._default("optimizer.weight_decay", 4e-5)
         self._default("summaries.every_steps", 0)
-        if has_counterpart("optimizer.no_decay", []):
-            self._default("optimizer.no_decay", [], "all weights decay")
+        self._default("optimizer.no_decay", [], "all weights decay")
 
     def _last_of_each(self) -> list[Given]:
         """As absl has it: a flag that is given again replaces the first."""
@@ -113,7 +112,6 @@ class _Work:
         return flag, flag.value if flag else None
 
     def _set(self, flag: Given, key: str, value: Any, words: str = "") -> None:
-        key = moved(key)
         if not has_counterpart(key, value):
             self._refuse(flag, f"recipes have no {key} = {value}")
             return
@@ -185,12 +183,12 @@ class _Work:
         momentum_flag, momentum = self._value("momentum")
         if flag and name not in ("sgd", "momentum"):
             self._refuse(flag, "known: sgd, momentum")
-        key = moved("train.momentum")
+        key = "optimizer.momentum"
         value = (0.9 if momentum is None else momentum) if name == "momentum" else 0.0
         words = "" if name == "momentum" else "optimizer sgd is without momentum"
         self._put(key, value)
         self.lines.append(Line(" ".join(each.text for each in (flag, momentum_flag) if each), key, value, words))
-        key = moved("train.learning_rate")
+        key = "optimizer.learning_rate"
         if self._value("init_learning_rate")[0] is None:
             if not self.tree["model"]["name"].startswith("resnet"):
                 self._default(key, 0.005)
